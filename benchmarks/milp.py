@@ -108,7 +108,7 @@ def solved(problem: Problem, switches: Switches, solver: str, time_limit: float)
         "solver": outcome.solver,
         "variables": len(model.rows.lower),
         "rows": len(model.rows.at_least),
-        "non-zeros": model.rows.entries,
+        "non-zeros": len(model.rows.matrix()[2]),
         "seconds": seconds,
         "ms": best if best < math.inf else None,
         "bound": bound,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from support.oracles.enumeration import SPAN, problem_of, stage
-from support.oracles.milp import Solver, solver_process
+from support.oracles.milp import Solver
 from support.until import until
 
 from optpipe import InputError, anytime, improve, solve, solvers
@@ -25,12 +24,6 @@ from optpipe_solver.portfolio import PlacementSearch, engine_processes
 from optpipe_solver.portfolio.engine_processes import EngineProcess
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.portfolio import incumbents_of
-
-
-@pytest.fixture(scope="module")
-def solver() -> Iterator[Solver]:
-    with solver_process() as running:
-        yield running
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PuLP's own

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 from support.oracles.enumeration import EXHAUSTIVE, SPAN, best_of_all, problem_of, stage
-from support.oracles.milp import Solver, solver_process
+from support.oracles.milp import Solver
 
-from optpipe import Schedule
+from optpipe import Problem, Schedule
 from optpipe.evaluate.objective import Objective
 from optpipe.process.protocol import Incumbent, Note, Programs, Request
 from optpipe_solver.milp.backends import UnavailableError, find_backend, is_licensed
@@ -40,12 +39,6 @@ SWITCHES = {
 BACKENDS = {"gurobi": "gurobipy", "pulp": "pulp", "pulp:HiGHS": "pulp"}
 
 
-@pytest.fixture(scope="module")
-def solver() -> Iterator[Solver]:
-    with solver_process() as running:
-        yield running
-
-
 @pytest.fixture(params=BACKENDS)
 def other(request: pytest.FixtureRequest) -> str:
     """A backend that is not the default."""
@@ -67,36 +60,31 @@ def test_no_switch_changes_the_optimum(solver: Solver, name: str, objective: Obj
     assert bound == pytest.approx(best)
 
 
-@pytest.mark.parametrize("name", EXHAUSTIVE)
-def test_the_span_of_every_sort_of_problem(solver: Solver, name: str) -> None:
+FULL_DUPLEX = EXHAUSTIVE["a shared link"].model_copy(update={"transfer_mode": "full_duplex"})
+
+
+@pytest.mark.parametrize(
+    ("problem", "objective", "switches"),
+    [
+        *((problem, "span", SWITCHES["order entry"]) for problem in EXHAUSTIVE.values()),
+        (FULL_DUPLEX, "makespan", ALL),
+        (FULL_DUPLEX, "span", ALL),
+    ],
+)
+def test_of_every_sort_of_problem(solver: Solver, problem: Problem, objective: Objective, switches: Switches) -> None:
     """Shared links, two chunks and two directions among them."""
-    best, _ = best_of_all(EXHAUSTIVE[name], "span")
-    values, bound = solver.solve(EXHAUSTIVE[name], "span", switches=SWITCHES["order entry"])
+    best, _ = best_of_all(problem, objective)
+    values, bound = solver.solve(problem, objective, switches=switches)
     assert values[-1] == pytest.approx(best)
     assert bound == pytest.approx(best)
-
-
-def test_a_shared_link_may_be_full_duplex(solver: Solver) -> None:
-    problem = EXHAUSTIVE["a shared link"].model_copy(update={"transfer_mode": "full_duplex"})
-    objectives: tuple[Objective, ...] = ("makespan", "span")
-    for objective in objectives:
-        best, _ = best_of_all(problem, objective)
-        values, bound = solver.solve(problem, objective)
-        assert values[-1] == bound == best
 
 
 def test_triangles_of_all_orders_are_of_each_variable() -> None:
     """Transfers of a link, drops and reloads among the ops of a device."""
     v = Model(EXHAUSTIVE["both offload"], "makespan", 60.0, PLAIN).variables
     nodes = [set(order.values()) for order in all_orders(v)]
-    for literals in (
-        v.op_before,
-        v.offload_before,
-        v.reload_before,
-        v.offload_before_reload,
-        v.drop_before,
-        v.return_before,
-    ):
+    transfers = (v.offload_before, v.reload_before, v.offload_before_reload)
+    for literals in (v.op_before, *transfers, v.drop_before, v.return_before):
         assert literals
         assert any(set(literals.values()) & of_order for of_order in nodes)
 
@@ -105,13 +93,11 @@ def test_triangles_leave_no_cycle_of_three_and_all_orders() -> None:
     rows = Rows()
     pairs = {pair: rows.new_literal() for pair in combinations("abc", 2)}
     no_cycles_of_three(rows, pairs | {(y, x): ~literal for (x, y), literal in pairs.items()})
-    begins, index, value = rows.matrix()
-    allowed = 0
-    for values in product((0.0, 1.0), repeat=3):
-        x = np.array(values)
-        sums = [value[a:b] @ x[index[a:b]] for a, b in pairwise(begins)]
-        allowed += bool((np.array(sums) >= np.array(rows.at_least) - 1e-9).all())
-    assert allowed == 6
+    allowed = [
+        all(np.dot(value, np.array(values)[index]) >= at_least - 1e-9 for index, value, at_least in rows.each())
+        for values in product((0.0, 1.0), repeat=3)
+    ]
+    assert sum(allowed) == 6
 
 
 @pytest.mark.parametrize("name", EXHAUSTIVE)

@@ -47,33 +47,17 @@ class UnavailableError(SolverError):
 
 @dataclass(frozen=True)
 class Task:
-    """Minimize one variable subject to rows.
-
-    Attributes
-    ----------
-    objective
-        The number of the variable (Eq. 2).
-    start
-        Values of binaries to start from, empty to start from nothing.
-    clock
-        Wall time.
-    on_solution
-        Gets each better x as soon as the backend has it.
-    on_bound
-        Gets each better lower bound, at most `MARGIN` too low.
-    on_start
-        Gets the name of the solver before it begins.
-    """
+    """Minimize one variable subject to rows."""
 
     rows: Rows
-    objective: int
-    start: dict[int, float]
-    clock: Clock
+    objective: int  # the number of the variable (Eq. 2)
+    start: dict[int, float]  # values of binaries to start from, empty to start from nothing
+    clock: Clock  # of wall time
     threads: int
     seed: int
-    on_solution: Callable[[Floats], None]
-    on_bound: Callable[[float], None]
-    on_start: Callable[[str], None] = lambda solver: None
+    on_solution: Callable[[Floats], None]  # gets each better x as soon as the backend has it
+    on_bound: Callable[[float], None]  # gets each better lower bound, at most `MARGIN` too low
+    on_start: Callable[[str], None] = lambda solver: None  # gets the name of the solver before it begins
 
 
 Status = Literal["optimal", "infeasible", "time is up", "ended", "not ended"]
@@ -81,14 +65,13 @@ Status = Literal["optimal", "infeasible", "time is up", "ended", "not ended"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a search ended: which solver it was, its status, the best bound in the model's time, how many nodes it looked
-    at, None where the solver does not count them, and how long it took."""
+    """How a search ended."""
 
     solver: str
     status: Status
-    bound: float | None = None
-    nodes: int | None = None
-    seconds: float = 0.0
+    bound: float | None = None  # the best, in the model's time
+    nodes: int | None = None  # that were looked at; None where the solver does not count them
+    seconds: float = 0.0  # that it took
 
 
 Minimize = Callable[[Task], Outcome]  # returns when the optimum is proven or time is up; raises UnavailableError

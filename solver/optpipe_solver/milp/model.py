@@ -1,6 +1,10 @@
 """OptPipe's mixed-integer linear program (Appendix C.1) for any solver: one function for each family of rows.
 
-docs/milp.md has the equations, where their print is wrong, and what is not of the paper. Memory's rows are in `memory`.
+docs/milp.md has the equations, where their print is wrong, and what is not of the paper.
+
+Memory follows the program: what comes before an op in its list counts, whatever the clock shows. That takes two
+variables more than the paper has: `reload_allocation`, and `away_at_reload` for the memory at such a moment. Only where
+something is allocated is there a row. What ops take and free is read from `optpipe.evaluate.effects`.
 
 The paper fixes the order of the micro-batches "without affecting optimality". Without offload that is so: number the
 k-th F, B and W of every stage k, and what they wait for still comes in time. With offload an activation's F, O, R and B
@@ -12,6 +16,7 @@ but its optimum is no lower bound where offload or the span matters.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from itertools import combinations, product
 
 import numpy as np
@@ -23,11 +28,12 @@ from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.exact import serial_ms
-from optpipe_solver.milp.memory import Units, activation_budget
-from optpipe_solver.milp.rows import TRUE, Literal, Rows
+from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Rows, Term
 from optpipe_solver.milp.variables import (
+    Activation,
     LongestPaths,
     Switches,
+    Units,
     Variables,
     equal_microbatches,
     stages_that_may_offload,
@@ -42,7 +48,7 @@ class Model:
     """The program for one problem. Build it, solve `rows`, read `starts(x)`.
 
     Solutions longer than `horizon_ms` are cut off. If none can be as short, `possible` is False, and there are no rows.
-    Sizes in bytes that have to be rounded are rounded up or, for a bound, `down` (`memory.Units`).
+    Sizes in bytes that have to be rounded are rounded up or, for a bound, `down` (`Units`).
     """
 
     def __init__(
@@ -150,7 +156,14 @@ def span(v: Variables) -> None:
 def first_forward_at_once(v: Variables) -> None:
     """Not of the paper: Eq. 3 must not gain by starting a device late. What it computes first, a forward of the first
     stage that it has on a route, starts in any simulated schedule as soon as it has arrived."""
-    paths, arrivals = v.paths, _first_arrivals(v)
+    paths, number = v.paths, v.paths.number
+    arrivals: dict[int, int | None] = {}  # by a forward that a device may compute first: the forward that it waits for
+    for route, batches in equal_microbatches(v.problem):
+        devices = [v.problem.stages[s].device for s in route]
+        for k, s in enumerate(route):
+            if devices[k] not in devices[:k]:
+                for j in batches:
+                    arrivals[number[Op(Kind.F, s, j)]] = number[Op(Kind.F, route[k - 1], j)] if k else None
     for x, before in arrivals.items():
         others = [y for y in arrivals if y != x and paths.device[y] == paths.device[x]]
         _, stage, microbatch, _ = paths.ops[x]
@@ -158,18 +171,6 @@ def first_forward_at_once(v: Variables) -> None:
         arrives = [(1.0, v.end[before])] if before is not None else []
         late = max(0.0, v.rows.upper[v.end[x]] - gap)
         v.rows.add([(-1.0, v.end[x]), *arrives], [(late, v.op_before[y, x]) for y in others], -gap)
-
-
-def _first_arrivals(v: Variables) -> dict[int, int | None]:
-    """The forwards that a device may compute first, each with the forward that it waits for."""
-    number, arrivals = v.paths.number, dict[int, int | None]()
-    for route, batches in equal_microbatches(v.problem):
-        devices = [v.problem.stages[s].device for s in route]
-        for k, s in enumerate(route):
-            if devices[k] not in devices[:k]:
-                for j in batches:
-                    arrivals[number[Op(Kind.F, s, j)]] = number[Op(Kind.F, route[k - 1], j)] if k else None
-    return arrivals
 
 
 def work_before_and_after(v: Variables, objective: Objective) -> None:
@@ -219,6 +220,112 @@ def reloads_allocate_in_link_order(v: Variables) -> None:
             v.rows.add_follows(
                 v.reload_allocation[b], v.reload_allocation[a], when=(is_before, v.offloaded[a], v.offloaded[b])
             )
+
+
+@dataclass(frozen=True)
+class _DeviceMemory:
+    """What takes part in the memory of one device, in units."""
+
+    ops: list[int]  # its compute ops, by their numbers
+    leaving: dict[Activation, int]  # its activations that can leave, with Γ
+    limit: int  # of what its activations hold
+    takes: list[int]  # by op of any device, as `Units.takes_and_leaves`
+    leaves: list[int]
+
+
+def activation_budget(v: Variables, units: Units) -> None:
+    """All rows of memory, for each device that could hold too much."""
+    takes, leaves = map(list, zip(*map(units.takes_and_leaves, v.paths.ops), strict=True))
+    for d, device in enumerate(v.problem.devices):
+        ops = np.flatnonzero(v.paths.device == d).tolist()
+        leaving = {a: units.offloaded(a) for a in v.activations if v.costs.device[a[0]] == d}
+        memory = _DeviceMemory(ops, leaving, device.activation_budget_bytes // units.unit, takes, leaves)
+        if sum(takes[x] for x in ops) > memory.limit:
+            v.create_away_literals(ops, list(leaving), takes)
+            _drop_after_offload(v, memory)
+            _reload_before_or_after_op(v, memory)
+            _away_only_between_forward_and_backward(v, memory)
+            _memory_of_ops(v, memory)
+            _memory_of_reloads(v, memory)
+
+
+def _drop_after_offload(v: Variables, memory: _DeviceMemory) -> None:
+    """Eq. 14: an op that a drop comes before starts when the offload has ended."""
+    for a, y in product(memory.leaving, memory.ops):
+        if drops := v.drop_before.get((a, y)):
+            span = v.transfer_span(Kind.O, a)
+            v.rows.add_follows(v.end[y], v.offload_start[a], float(v.paths.time[y]), span, when=(drops,))
+
+
+def _reload_before_or_after_op(v: Variables, memory: _DeviceMemory) -> None:
+    """Eq. 15 and 16: a reload allocates before an op, or after it."""
+    for a, y in product(memory.leaving, memory.ops):
+        if returns := v.return_before.get((a, y)):
+            v.rows.add_follows(v.end[y], v.reload_allocation[a], float(v.paths.time[y]), when=(returns,))
+            v.rows.add_follows(v.reload_allocation[a], v.end[y], when=(v.offloaded[a], ~returns))
+
+
+def _away_only_between_forward_and_backward(v: Variables, memory: _DeviceMemory) -> None:
+    """Eq. 17: no drop and no reload comes before anything unless a leaves. Besides, a drop comes after F and before the
+    reload, the reload before B, and what comes before an op comes before the next one."""
+    for a, y in product(memory.leaving, memory.ops):
+        if returns := v.return_before.get((a, y)):
+            after_forward, after_backward = v.op_before[v.number(Kind.F, a), y], v.op_before[v.number(Kind.B, a), y]
+            v.rows.add_clause(~returns, v.offloaded[a])
+            v.rows.add_clause(~returns, after_forward)
+            v.rows.add_clause(~v.offloaded[a], returns, ~after_backward)
+            if drops := v.drop_before.get((a, y)):
+                v.rows.add_clause(~drops, v.offloaded[a])
+                v.rows.add_clause(~returns, drops)
+                v.rows.add_clause(~drops, after_forward)
+    for a, before_op in product(memory.leaving, (v.drop_before, v.return_before)):
+        for x, y, _ in v.paths.arcs:
+            if (a, x) in before_op and (a, y) in before_op:
+                v.rows.add_clause(~before_op[a, x], before_op[a, y])
+
+
+def _memory_of_ops(v: Variables, memory: _DeviceMemory) -> None:
+    """Eq. 9: the memory during every op y that takes some: what y takes at its start, and what the others leave."""
+    for y in memory.ops:
+        if memory.takes[y]:
+            held = [(memory.leaves[x], v.op_before[x, y]) for x in memory.ops if x != y]
+            for a, size in memory.leaving.items():
+                if (a, y) in v.drop_before:
+                    held += [(-size, v.drop_before[a, y]), (size, v.return_before[a, y])]
+            v.rows.add_capacity(held, memory.limit - memory.takes[y])
+
+
+def _memory_of_reloads(v: Variables, memory: _DeviceMemory) -> None:
+    """Eq. 9 where a reload allocates: between two compute ops, after some drops and before others. Not of the paper.
+
+    Without it a reload could take the bytes that an offload, still under way, frees just in time for the next op.
+    """
+    for b in memory.leaving:
+        held: list[Term] = []
+        for x in memory.ops:
+            if (b, x) in v.return_before:
+                held.append((memory.leaves[x], ~v.return_before[b, x]))
+            elif x == v.number(Kind.F, b) or v.paths.precedes(x, v.number(Kind.F, b)):
+                held.append((memory.leaves[x], TRUE))
+        most = sum(size if literal == TRUE else max(0, size) for size, literal in held)
+        if most > memory.limit:
+            held += _away_at_reload(v, memory, b)
+            v.rows.add_capacity([*held, (most - memory.limit, v.offloaded[b])], most)
+
+
+def _away_at_reload(v: Variables, memory: _DeviceMemory, b: Activation) -> list[Term]:
+    """What is away when the reload of b allocates: c if its drop comes before that and its reload after."""
+    away: list[Term] = []
+    for c, size in memory.leaving.items():
+        if c != b and not (v.keep_order(c, b) or v.is_over_before(c, b) or v.is_over_before(b, c)):
+            is_away = v.away_at_reload[c, b] = v.rows.new_literal()
+            v.rows.add_clause(~is_away, v.offloaded[c])
+            v.rows.add_clause(~is_away, v.reload_before[b, c])
+            v.rows.add_clause(~is_away, ~v.return_before.get((b, v.number(Kind.F, c)), FALSE))
+            span = v.transfer_span(Kind.O, c)
+            v.rows.add_follows(v.reload_allocation[b], v.offload_start[c], span=span, when=(is_away,))
+            away.append((-size, is_away))
+    return away
 
 
 def no_cycles_of_three(rows: Rows, order: Precedences) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ class Literal(NamedTuple):
 NOTHING = 1e-9  # rounding may leave so much of a row that just holds
 TRUE, FALSE = Literal(-1), Literal(-1, False)
 Span = tuple[float, Literal]  # the length of a transfer, and whether it counts
+Term = tuple[int, Literal]  # a size, and whether it counts
 
 
 class Precedence(NamedTuple):
@@ -70,7 +72,7 @@ class Rows:
         self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
     ) -> None:
         """Adds the row: sum of coefficients × variables and literals `>= at_least`. Adds none if it always holds."""
-        row, at_least = linear_form(times, literals, at_least)
+        row, at_least = _linear_form(times, literals, at_least)
         if not row and at_least <= NOTHING:
             return
         self._index += row.keys()
@@ -97,15 +99,26 @@ class Rows:
             literals = [(-length, counts), *((-big, literal) for literal in when)]
             self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when))
 
+    def add_capacity(self, sizes: Iterable[Term], limit: int) -> None:
+        """Adds: the sizes of the literals that hold add up to `limit` at most. Sizes may be negative."""
+        row, at_least = _linear_form((), ((-size, literal) for size, literal in sizes), -limit)
+        terms = [(abs(int(size)), Literal(var, size < 0)) for var, size in row.items()]
+        room = int(-at_least) + sum(size for size, literal in terms if not literal.positive)
+        if room < 0:
+            self.add((), (), 1.0)  # nothing fits
+            return
+        for size, literal in terms:
+            if size > room:
+                self.add_clause(~literal)
+        terms = [(size, literal) for size, literal in terms if size <= room]
+        if sum(size for size, _ in terms) > room:
+            unit = gcd(*(size for size, _ in terms))
+            self.add((), [(-float(size // unit), literal) for size, literal in terms], -float(room // unit))
+
     @property
     def size(self) -> str:
         """Its size in words."""
         return f"{len(self.lower)} variables, {len(self.at_least)} rows"
-
-    @property
-    def entries(self) -> int:
-        """Coefficients that are not zero."""
-        return len(self._index)
 
     def matrix(self) -> tuple[Ints, Ints, Floats]:
         """The rows compressed: where each begins (rows + 1,), column numbers and values (entries,)."""
@@ -136,16 +149,11 @@ class Rows:
         return times
 
 
-def linear_form(
+def _linear_form(
     times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
 ) -> tuple[dict[int, float], float]:
-    """Writes a sum of coefficients × variables and literals that reaches `at_least` as one of variables alone; a
-    negation is 1 - variable.
-
-    Returns
-    -------
-    Coefficients by variable, and what their sum has to reach.
-    """
+    """A sum that reaches `at_least` as one of variables alone, a negation being 1 - variable: coefficients by variable,
+    and what they have to reach."""
     row: dict[int, float] = {}
     for coefficient, var in times:
         row[var] = row.get(var, 0.0) + coefficient

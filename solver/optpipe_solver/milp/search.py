@@ -22,7 +22,6 @@ from optpipe_solver.exact import common_step_ms, serial_ms
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.milp.backends import Outcome, Task, is_licensed, minimize
-from optpipe_solver.milp.memory import Units
 from optpipe_solver.milp.model import Model, inexpressible, order_is_free
 from optpipe_solver.milp.rows import Literal
 from optpipe_solver.milp.variables import (
@@ -30,6 +29,7 @@ from optpipe_solver.milp.variables import (
     Activation,
     MicrobatchOrder,
     Switches,
+    Units,
     Variables,
     compute_ops,
     equal_microbatches,
@@ -185,20 +185,12 @@ NOT_MADE = Interval(math.inf, math.inf)
 def assignment(v: Variables, schedule: Schedule) -> dict[int, float]:
     """The values of the binaries, by variable, in a schedule. They contradict each other if the model cannot express
     the schedule; the solver then drops them."""
-    reading = _Reading(v, schedule)
-    return {literal.var: float(literal.positive == truth) for literal, truth in reading.truths() if literal.var >= 0}
+    truths = _Reading(v, schedule).truths()
+    return {literal.var: float(literal.positive == truth) for literal, truth in truths if literal.var >= 0}
 
 
 class _Reading:
-    """A schedule as the model's variables see it.
-
-    Attributes
-    ----------
-    compute
-        When each F, B and W runs.
-    offload, reload
-        By activation when the whole of it moves; None where the solver decides.
-    """
+    """A schedule as the model's variables see it: when each compute op runs, and when activations move."""
 
     def __init__(self, v: Variables, schedule: Schedule) -> None:
         self._v, timeline = v, schedule.timeline
@@ -207,52 +199,44 @@ class _Reading:
             Op(Kind(row[KIND]), row[STAGE], row[MICROBATCH], row[PART]): Interval(start, end)
             for row, start, end in rows
         }
-        self.compute = self._compute_intervals()
-        self.offload = {a: self._transfer_interval(Kind.O, a) for a in v.activations}
-        self.reload = {a: self._transfer_interval(Kind.R, a) for a in v.activations}
-        self._offloaded = {a for a in v.activations if self.offload[a]}
+        self._compute = self._compute_intervals()
+        # By activation when the whole of it moves; None where the solver decides.
+        self._offload = {a: self._transfer_interval(Kind.O, a) for a in v.activations}
+        self._reload = {a: self._transfer_interval(Kind.R, a) for a in v.activations}
+        self._offloaded = {a for a in v.activations if self._offload[a]}
         self._place_transfers_that_are_not_made()
 
     def truths(self) -> Iterator[tuple[Literal, bool]]:
-        """Each literal, and whether it holds."""
-        v, ops = self._v, self._v.paths.ops
+        """Each literal, and whether it holds; of the orders of transfers those that the schedule fixes."""
+        v, compute = self._v, [self._compute[op] for op in self._v.paths.ops]
+        offload, reload = (
+            {a: each if each and a in self._offloaded else NOT_MADE for a, each in moved.items()}
+            for moved in (self._offload, self._reload)
+        )
         for (x, y), is_before in v.op_before.items():
-            yield is_before, self.compute[ops[x]] < self.compute[ops[y]]
+            yield is_before, compute[x] < compute[y]
         for a, is_offloaded in v.offloaded.items():
             yield is_offloaded, a in self._offloaded
-        yield from self._link_order_truths()
-        for (a, y), drops in v.drop_before.items():
-            yield drops, self._if_made(self.offload, a).end <= self.compute[ops[y]].start
-        for (a, y), returns in v.return_before.items():
-            yield returns, self._if_made(self.reload, a).start < self.compute[ops[y]].end
-        for (c, b), is_away in v.away_at_reload.items():
-            begin = self._if_made(self.reload, b).start
-            dropped = self._if_made(self.offload, c).end <= self._allocation_moment(b)
-            still_away = begin < self._if_made(self.reload, c).start < math.inf
-            yield is_away, b in self._offloaded and dropped and still_away
-
-    def _link_order_truths(self) -> Iterator[tuple[Literal, bool]]:
-        """Orders of transfers whose place the schedule fixes."""
-        v = self._v
-        for orders, moved in ((v.offload_before, self.offload), (v.reload_before, self.reload)):
+        for orders, moved in ((v.offload_before, self._offload), (v.reload_before, self._reload)):
             for (a, b), literal in orders.items():
                 first, second = moved[a], moved[b]
                 if a < b and first is not None and second is not None:
                     yield literal, first <= second
                     yield orders[b, a], first > second
         for (a, b), is_before in v.offload_before_reload.items():
-            first, second = self.offload[a], self.reload[b]
+            first, second = self._offload[a], self._reload[b]
             if first is not None and second is not None:
                 yield is_before, first <= second
-
-    def _if_made(self, moved: dict[Activation, Interval | None], a: Activation) -> Interval:
-        return (moved[a] or NOT_MADE) if a in self._offloaded else NOT_MADE
-
-    def _allocation_moment(self, b: Activation) -> float:
-        """When the reload of b allocates: where its copy starts or, if that is during a compute op, before this op."""
-        begin = self._if_made(self.reload, b).start
-        intervals = (self.compute[self._v.paths.ops[y]] for (a, y) in self._v.return_before if a == b)
-        return min((op.start for op in intervals if op.start < begin < op.end), default=begin)
+        for (a, y), drops in v.drop_before.items():
+            yield drops, offload[a].end <= compute[y].start
+        for (a, y), returns in v.return_before.items():
+            yield returns, reload[a].start < compute[y].end
+        for (c, b), is_away in v.away_at_reload.items():
+            # It allocates where its copy starts or, if that is during a compute op, before this op.
+            begin = reload[b].start
+            during = (compute[y].start for a, y in v.return_before if a == b and compute[y].end > begin)
+            dropped = offload[c].end <= min([begin, *during])
+            yield is_away, b in self._offloaded and dropped and begin < reload[c].start < math.inf
 
     def _transfer_interval(self, kind: Kind, a: Activation) -> Interval | None:
         """From the first part's start to the last one's end; None unless all parts move, as the model moves whole
@@ -270,8 +254,8 @@ class _Reading:
         for a in sorted(v.activations):
             if a in self._offloaded or v.keeps_place(a):
                 continue
-            moment = self.compute[Op(Kind.F, *a)].end
-            for moved, other_way in ((self.offload, self.reload), (self.reload, self.offload)):
+            moment = self._compute[Op(Kind.F, *a)].end
+            for moved, other_way in ((self._offload, self._reload), (self._reload, self._offload)):
                 before = (moved[b] for b in v.activations if v.keep_order(b, a))
                 moment = max([moment, *(interval.end for interval in before if interval)])
                 on_stream = [*moved.items(), *(other_way.items() if half_duplex else ())]

@@ -1,14 +1,15 @@
-"""The variables of OptPipe's program, and which order of compute ops is fixed before any search."""
+"""The variables of OptPipe's program, its units of bytes, and which order of compute ops is fixed before any search."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, combinations, pairwise, product
+from math import gcd
 from typing import Literal as OneOf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.objective import TOLERANCE
@@ -21,6 +22,8 @@ COMPUTE = (Kind.F, Kind.B, Kind.W)  # the compute ops of the model
 MicrobatchOrder = OneOf["none", "entry", "stages"]
 Arc = tuple[Op, Op, float]  # the second op starts that many ms after the first has ended, or later
 Activation = tuple[int, int]  # stage and micro-batch
+MIB = 2**20
+LEAK = 1e-7  # of a row's coefficients: more than tolerances of the row and of its binaries let through
 Orders = dict[tuple[Activation, Activation], Literal]  # by two activations: whether the first comes before the second
 
 
@@ -67,6 +70,59 @@ def compute_ops(problem: Problem) -> list[Op]:
     return [Op(kind, s, j) for kind in COMPUTE for route, batches in classes for s in route for j in batches]
 
 
+@dataclass(frozen=True)
+class Units:
+    """Bytes counted in units: the greatest common divisor of all sizes where rows in it hold exactly, in spite of
+    solvers' tolerances; else MiB.
+
+    What an activation holds from one op to the next is rounded on its own, up for schedules, with `down` down for
+    bounds; limits are rounded down. So rounded up, what fits in units fits in bytes. Rounded down, what fits in bytes
+    fits in units: sums of rounded sizes are no larger than the limit, and whole.
+    """
+
+    problem: Problem
+    down: bool = False
+
+    @cached_property
+    def unit(self) -> int:
+        total = sum(int(self._effects.takes[op[:3]]) for op in compute_ops(self.problem))
+        return self._common if total * LEAK < self._common else MIB
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no size is rounded."""
+        return self._common % self.unit == 0
+
+    @cached_property
+    def _effects(self) -> Effects:
+        return Effects(self.problem)
+
+    @cached_property
+    def _common(self) -> int:
+        costs, effects = self.problem.costs, self._effects
+        leaving = costs.offload[costs.can_offload]
+        of_compute = (table[list(COMPUTE)].ravel() for table in (effects.takes, effects.frees))
+        return max(1, gcd(*(int(size) for sizes in (leaving.ravel(), *of_compute) for size in np.unique(sizes))))
+
+    def round(self, size: int) -> int:
+        return size // self.unit if self.down else -(-size // self.unit)
+
+    def takes_and_leaves(self, op: Op) -> tuple[int, int]:
+        """What an F, B or W takes at its start, and Δ, what it leaves more than it found; it may be negative."""
+        effects, held, before = self._effects, 0, 0
+        for kind in COMPUTE:
+            before, during = held, held + int(effects.takes[kind, op.stage, op.microbatch])
+            held = during - int(effects.frees[kind, op.stage, op.microbatch])
+            if kind == op.kind:
+                break
+        return self.round(during) - self.round(before), self.round(held) - self.round(before)
+
+    def offloaded(self, a: Activation) -> int:
+        """Γ: what the activation holds less while it is away."""
+        held = int(self._effects.takes[Kind.F, *a] - self._effects.frees[Kind.F, *a])
+        return self.round(held) - self.round(held - int(self.problem.costs.offload[a]))
+
+
 def between_stages(problem: Problem) -> Iterator[Arc]:
     """Eq. 5 and 6: a forward waits for the stage before, an input gradient for the stage after, and for the message
     between two devices."""
@@ -100,23 +156,7 @@ def fixed_order(problem: Problem, order: MicrobatchOrder) -> Iterator[Arc]:
 
 
 class LongestPaths:
-    """Longest paths between compute ops, which fix variables and keep every big-M small. Times are `scale` × ms.
-
-    Attributes
-    ----------
-    ops, number
-        The compute ops, and the number of each.
-    time, device
-        (n,) by op.
-    arcs
-        Precedences, as `Arc` with the ops' numbers: data dependencies (Eq. 5, 6, 8), the fixed order of micro-batches
-        (Eq. 1), and what `horizon` leaves no other choice for.
-    lag
-        (n, n) the least time from x's start to y's start, -inf where x need not precede y.
-    fixed
-        (n, n) whether the model fixes that x precedes y. Without `determined` only what an equation fixes, not what
-        follows from several.
-    """
+    """Longest paths between compute ops, which fix variables and keep every big-M small. Times are `scale` × ms."""
 
     def __init__(
         self, problem: Problem, horizon: float, scale: float, order: MicrobatchOrder, determined: bool
@@ -126,16 +166,25 @@ class LongestPaths:
         self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage, op.microbatch] for op in self.ops]) * scale
         self.device = np.array([problem.costs.device[op.stage] for op in self.ops])
         self.horizon, self.scale = horizon, scale
+        # Precedences, as `Arc` with the ops' numbers: data dependencies (Eq. 5, 6, 8), the fixed order of micro-batches
+        # (Eq. 1), and what `horizon` leaves no other choice for.
         arcs = chain(between_stages(problem), within_stage(problem), fixed_order(problem, order))
         self.arcs = [(self.number[a], self.number[b], ms * scale) for a, b, ms in arcs]
+        # (n, n) the least time from x's start to y's start, -inf where x need not precede y.
         self.lag: Floats = np.full((len(self.ops), len(self.ops)), -np.inf)
         for x, y, delay in self.arcs:
             self.lag[x, y] = max(self.lag[x, y], self.time[x] + delay)
         self._close_transitively()
-        self.fixed = self._by_one_equation()
+        # (n, n) whether the model fixes that x precedes y: all that follows or, if not `determined`, what one equation
+        # fixes: the arcs, and all pairs of a stage and kind that Eq. 1 orders, not neighbours only.
         if determined:
             self._add_forced_arcs()
             self.fixed = self.lag > -np.inf
+        else:
+            of_one_kind = np.array([[x[:2] == y[:2] for y in self.ops] for x in self.ops])
+            self.fixed = of_one_kind & (self.lag > -np.inf)
+            for x, y, _ in self.arcs:
+                self.fixed[x, y] = True
 
     def precedes(self, x: int, y: int) -> bool:
         """Whether the model fixes that x precedes y."""
@@ -158,14 +207,6 @@ class LongestPaths:
         """(n,) the least time from each op's start to the end of all that follows it."""
         tail: Floats = np.maximum(self.time, (self.lag + self.time).max(axis=1))
         return tail
-
-    def _by_one_equation(self) -> NDArray[np.bool_]:
-        """(n, n) the arcs, and all pairs of a stage and kind that Eq. 1 orders, not neighbours only."""
-        of_one_kind = np.array([[x[:2] == y[:2] for y in self.ops] for x in self.ops])
-        fixed: NDArray[np.bool_] = of_one_kind & (self.lag > -np.inf)
-        for x, y, _ in self.arcs:
-            fixed[x, y] = True
-        return fixed
 
     def _add_forced_arcs(self) -> None:
         """Adds pairs of ops of a device that no schedule within the horizon runs the other way round, until there are
@@ -192,50 +233,34 @@ class LongestPaths:
 class Variables:
     """The variables of a model, and the rows that they are part of. Times are `paths.scale` × ms.
 
-    Compute ops have numbers (`paths.number`). Activations are those that can leave. The letters are the paper's; A and
-    X are not of the paper.
-
-    ==  =========================  =====================================================================================
-    E   ``end``                    by op: when it ends
-    C   ``length``                 the makespan or the span
-    P   ``op_before``              by two ops of a device: whether the first runs before the second
-    W   ``offloaded``              by activation: whether it is offloaded
-    O   ``offload_start``          by activation: when its offload starts
-    R   ``reload_start``           by activation: when the copy of its reload starts
-    A   ``reload_allocation``      by activation: when its reload takes its place in its program and allocates
-    K   ``offload_before``         by two activations of a link: whether offload runs before offload
-    L   ``reload_before``          by two activations of a link: whether reload runs before reload
-    H   ``offload_before_reload``  by two activations of a half-duplex link: whether the first one's offload runs before
-                                   the second one's reload
-    M   ``drop_before``            by activation and op of its device that takes memory: whether its drop comes before
-    N   ``return_before``          by activation and op of its device: whether its reload comes before the op; between
-                                   the drop and the reload it is away
-    X   ``away_at_reload``         by two activations of a device: whether the first is away when the second one's
-                                   reload allocates
-    ==  =========================  =====================================================================================
+    Compute ops have numbers (`paths.number`). Activations are those that can leave. docs/milp.md has a table of the
+    variables; their letters here are the paper's, but for A and X.
     """
 
     def __init__(self, problem: Problem, paths: LongestPaths, switches: Switches, rows: Rows) -> None:
         self.problem, self.costs, self.paths, self.rows = problem, problem.costs, paths, rows
         self.order, self._one_per_pair = switches.order, switches.one_per_pair
         earliest, latest = paths.head + paths.time, paths.horizon - paths.tail + paths.time
+        # E, by op.
         self.end = [rows.new_variable(low, max(low, high)) for low, high in zip(earliest, latest, strict=True)]
+        # C.
         self.length = rows.new_variable(0.0, paths.horizon)
         stages = stages_that_may_offload(problem)
         self.activations: list[Activation] = [
             (op.stage, op.microbatch) for op in paths.ops if op.kind == Kind.F and op.stage in stages
         ]
+        # P, by two ops of a device.
         self.op_before: dict[tuple[int, int], Literal] = {}
+        # W.
         self.offloaded: dict[Activation, Literal] = {}
-        self.offload_start: dict[Activation, int] = {}
-        self.reload_start: dict[Activation, int] = {}
-        self.reload_allocation: dict[Activation, int] = {}
-        self.offload_before: Orders = {}
-        self.reload_before: Orders = {}
-        self.offload_before_reload: Orders = {}
-        self.drop_before: dict[tuple[Activation, int], Literal] = {}
-        self.return_before: dict[tuple[Activation, int], Literal] = {}
-        self.away_at_reload: Orders = {}
+        # O, R, A.
+        self.offload_start, self.reload_start, self.reload_allocation = (dict[Activation, int]() for _ in range(3))
+        # K, L, H, by two activations of a link.
+        self.offload_before, self.reload_before, self.offload_before_reload = (Orders() for _ in range(3))
+        # M, N, by activation and op of its device; M only of ops that take memory.
+        self.drop_before, self.return_before = (dict[tuple[Activation, int], Literal]() for _ in range(2))
+        # X, by two activations of a device.
+        self.away_at_reload = Orders()
         self._create_compute_orders()
         self._create_transfers()
         self._create_link_orders()
