@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import ortools.sat.python.cp_model  # noqa: F401 OR-Tools is loaded before a test of the MILP loads HiGHS, not after it
 import pytest
+from support.oracles.milp import Solver, solver_process
 
 from optpipe_solver import tuning
 
@@ -15,3 +16,10 @@ def _work_is_counted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "COUNTED_TIMEOUT", 1000.0)
         yield
+
+
+@pytest.fixture(scope="module")
+def solver() -> Iterator[Solver]:
+    """The MILP in a process of its own."""
+    with solver_process() as running:
+        yield running

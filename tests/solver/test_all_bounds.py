@@ -6,7 +6,6 @@ half an hour, and says how often a bound is the optimum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.oracles.bounds import bounds_of, cpsat_finds, read_frames
 from support.oracles.enumeration import TooManyError, best_of_all, length
-from support.oracles.milp import Solver, solver_process
+from support.oracles.milp import Solver
 from support.problems.small import (
     partly_frozen,
     problems_of_every_sort,
@@ -39,62 +38,59 @@ NOISE = 1e-6  # ms
 CPSAT_S = 2.0  # of counted work; most of these problems are proven in a tenth of it
 
 
-@pytest.fixture(scope="module")
-def milp() -> Iterator[Solver]:
-    with solver_process() as running:
-        yield running
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    """Parametrizes how many `problems` are tried: few, or many in a soak test."""
+    return pytest.mark.parametrize("problems", [examples(few), pytest.param(many, marks=pytest.mark.soak)])
 
 
-def no_bound_is_above_what_cpsat_finds(problem: Problem, objective: Objective) -> None:
-    assume(infeasibility(problem) is None)
-    schedules, cpsat_ms = cpsat_finds(problem, objective, CPSAT_S)
-    assert check(problem, schedules[-1]) == []
-    shortest_ms = length(schedules[-1], objective)
-    ours = bounds_of(problem, objective)
-    assert {name: ms for name, ms in (ours | {"cpsat": cpsat_ms}).items() if ms > shortest_ms + NOISE} == {}
-    event(f"the best of them is {'all' if max(ours.values()) >= shortest_ms - NOISE else 'less than'} CP-SAT's length")
-    event(f"CP-SAT's length is {'' if cpsat_ms >= shortest_ms - NOISE else 'not '}proven by its own bound")
+@few_or_many(25, 1_500)
+def test_no_bound_is_above_what_cpsat_finds(problems: int) -> None:
+    kinds = (
+        short_of_memory(most_microbatches=5),
+        several_a_device(most_microbatches=4),
+        problems_of_every_sort(),
+        partly_frozen(3, 5),
+    )
+
+    @settings(max_examples=problems)
+    @given(problem=st.one_of(kinds), objective=st.sampled_from(OBJECTIVES))
+    def holds(problem: Problem, objective: Objective) -> None:
+        assume(infeasibility(problem) is None)
+        schedules, cpsat_ms = cpsat_finds(problem, objective, CPSAT_S)
+        assert check(problem, schedules[-1]) == []
+        shortest_ms = length(schedules[-1], objective)
+        ours = bounds_of(problem, objective)
+        assert above(shortest_ms, ours | {"cpsat": cpsat_ms}) == {}
+        event(f"the best is {'all' if max(ours.values()) >= shortest_ms - NOISE else 'less than'} CP-SAT's length")
+        event(f"CP-SAT's length is {'' if cpsat_ms >= shortest_ms - NOISE else 'not '}proven by its own bound")
+
+    holds()
 
 
-KINDS = st.one_of(
-    short_of_memory(most_microbatches=5),
-    several_a_device(most_microbatches=4),
-    problems_of_every_sort(),
-    partly_frozen(3, 5),
+def above(length_ms: float, bounds: dict[str, float]) -> dict[str, float]:
+    """The bounds that are above a length."""
+    return {name: ms for name, ms in bounds.items() if ms > length_ms + NOISE}
+
+
+@pytest.mark.parametrize(
+    ("kind", "problems"),
+    [
+        (partly_frozen(most_microbatches=2), examples(40)),
+        pytest.param(partly_frozen(), examples(100), marks=pytest.mark.soak),  # minutes: all schedules of each
+        pytest.param(st.one_of(tiny(), unequal_and_tiny()), 20_000, marks=pytest.mark.soak),  # minutes
+    ],
 )
+def test_no_schedule_is_shorter(kind: st.SearchStrategy[Problem], problems: int) -> None:
+    @settings(max_examples=problems)
+    @given(problem=kind)
+    def holds(problem: Problem) -> None:
+        assume(infeasibility(problem) is None)
+        for objective in OBJECTIVES:
+            best_ms, bounds = best_or_reject(problem, objective), bounds_of(problem, objective)
+            assert above(best_ms, bounds) == {}
+            event(f"the optimum is {'' if max(bounds.values()) >= best_ms - NOISE else 'not '}proven")
 
-
-@settings(max_examples=examples(25), deadline=None)
-@given(problem=KINDS, objective=st.sampled_from(OBJECTIVES))
-def test_no_bound_is_above_what_cpsat_finds(problem: Problem, objective: Objective) -> None:
-    no_bound_is_above_what_cpsat_finds(problem, objective)
-
-
-@pytest.mark.soak  # the same on a thousand problems and more
-@settings(max_examples=1_500, deadline=None)
-@given(problem=KINDS, objective=st.sampled_from(OBJECTIVES))
-def test_nor_on_many_problems(problem: Problem, objective: Objective) -> None:
-    no_bound_is_above_what_cpsat_finds(problem, objective)
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(problem=partly_frozen(most_microbatches=2))
-def test_no_schedule_is_shorter_where_stages_are_frozen(problem: Problem) -> None:
-    no_schedule_is_shorter(problem)
-
-
-@pytest.mark.soak  # minutes: all schedules of each problem
-@settings(max_examples=examples(100), deadline=None)
-@given(problem=partly_frozen())
-def test_nor_with_more_micro_batches(problem: Problem) -> None:
-    no_schedule_is_shorter(problem)
-
-
-@pytest.mark.soak  # thousands, in minutes
-@settings(max_examples=20_000, deadline=None)
-@given(problem=st.one_of(tiny(), unequal_and_tiny()))
-def test_no_schedule_of_a_tiny_problem_is_shorter(problem: Problem) -> None:
-    no_schedule_is_shorter(problem)
+    holds()
 
 
 def best_or_reject(problem: Problem, objective: Objective, all_of_them: bool = False) -> float:
@@ -104,57 +100,42 @@ def best_or_reject(problem: Problem, objective: Objective, all_of_them: bool = F
         reject()
 
 
-def no_schedule_is_shorter(problem: Problem) -> None:
-    assume(infeasibility(problem) is None)
-    for objective in OBJECTIVES:
-        best_ms, told = best_or_reject(problem, objective), bounds_of(problem, objective)
-        assert {name: ms for name, ms in told.items() if ms > best_ms + NOISE} == {}
-        event(f"the optimum is {'' if max(told.values()) >= best_ms - NOISE else 'not '}proven")
+@few_or_many(8, 5_000)
+def test_nothing_is_shorter_than_the_best_of_all(solver: Solver, problems: int) -> None:
+    @settings(max_examples=problems)
+    @given(problem=unequal_and_tiny(), objective=st.sampled_from(OBJECTIVES))
+    def holds(problem: Problem, objective: Objective) -> None:
+        best_ms = best_or_reject(problem, objective)
+        if best_ms == NO_SCHEDULE_MS:
+            event("no schedule fits")
+            return
+        assert infeasibility(problem) is None
+        bounds = bounds_of(problem, objective)
+        event(f"the optimum is {'' if max(bounds.values()) >= best_ms - NOISE else 'not '}proven by bounds alone")
+        schedules, bounds["cpsat"] = cpsat_finds(problem, objective, 5.0)
+        assert length(schedules[-1], objective) == pytest.approx(best_ms, abs=NOISE)
+        if milp_engine.unsupported(problem) is None:
+            frames = solver.frames(problem, objective=objective)
+            of_milp, bounds["milp"] = read_frames(problem, frames)
+            schedules += of_milp
+            if not any("is no bound" in frame.text for frame in frames if isinstance(frame, Note)):
+                assert length(of_milp[-1], objective) == pytest.approx(best_ms, abs=NOISE)
+        assert above(best_ms, bounds) == {}
+        event(f"the optimum is {'' if max(bounds.values()) >= best_ms - NOISE else 'not '}proven by one of all")
+        listed = [each for name in ("adaoffload", "naive") for each in islice(STREAMS[name](problem, objective), 3)]
+        schedules += [schedule for schedule in listed if certify(problem, schedule).fits]
+        if len(problem.all_routes) == 1:
+            by_few_rules = by_rules(problem, None, objective, 20_000)
+            schedules += [by_few_rules] if by_few_rules else []
+            schedules.append(StepScheduler(problem).plan(problem, improve=False).first)
+        for schedule in schedules:
+            assert not check(problem, schedule)
+            assert length(schedule, objective) >= best_ms - NOISE
+
+    holds()
 
 
-def all_agree_with_every_schedule(problem: Problem, objective: Objective, milp: Solver) -> None:
-    best_ms = best_or_reject(problem, objective)
-    if best_ms == NO_SCHEDULE_MS:
-        event("no schedule fits")
-        return
-    assert infeasibility(problem) is None
-    told = bounds_of(problem, objective)
-    event(f"the optimum is {'' if max(told.values()) >= best_ms - NOISE else 'not '}proven without CP-SAT and MILP")
-    schedules, told["cpsat"] = cpsat_finds(problem, objective, 5.0)
-    assert length(schedules[-1], objective) == pytest.approx(best_ms, abs=NOISE)
-    if milp_engine.unsupported(problem) is None:
-        frames = milp.frames(problem, objective=objective)
-        of_milp, told["milp"] = read_frames(problem, frames)
-        schedules += of_milp
-        if not any("is no bound" in frame.text for frame in frames if isinstance(frame, Note)):
-            assert length(of_milp[-1], objective) == pytest.approx(best_ms, abs=NOISE)
-    assert {name: ms for name, ms in told.items() if ms > best_ms + NOISE} == {}
-    event(f"the optimum is {'' if max(told.values()) >= best_ms - NOISE else 'not '}proven by one of all")
-    listed = [each for name in ("adaoffload", "naive") for each in islice(STREAMS[name](problem, objective), 3)]
-    schedules += [schedule for schedule in listed if certify(problem, schedule).fits]
-    if len(problem.all_routes) == 1:
-        by_few_rules = by_rules(problem, None, objective, 20_000)
-        schedules += [by_few_rules] if by_few_rules else []
-        schedules.append(StepScheduler(problem).plan(problem, improve=False).first)
-    for schedule in schedules:
-        assert not check(problem, schedule)
-        assert length(schedule, objective) >= best_ms - NOISE
-
-
-@settings(max_examples=examples(8), deadline=None)
-@given(problem=unequal_and_tiny(), objective=st.sampled_from(OBJECTIVES))
-def test_nothing_is_shorter_than_the_best_of_all(problem: Problem, objective: Objective, milp: Solver) -> None:
-    all_agree_with_every_schedule(problem, objective, milp)
-
-
-@pytest.mark.soak  # the same on thousands of problems
-@settings(max_examples=5_000, deadline=None)
-@given(problem=unequal_and_tiny(), objective=st.sampled_from(OBJECTIVES))
-def test_nor_of_thousands_of_problems(problem: Problem, objective: Objective, milp: Solver) -> None:
-    all_agree_with_every_schedule(problem, objective, milp)
-
-
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(10))
 @given(problem=unequal_and_tiny(), objective=st.sampled_from(OBJECTIVES))
 def test_what_enumeration_leaves_out_is_no_better(problem: Problem, objective: Objective) -> None:
     best_ms = best_or_reject(problem, objective, all_of_them=True)
