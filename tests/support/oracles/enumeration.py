@@ -61,14 +61,11 @@ def stage(
         The same of each level, and (ms out, ms back, bytes) if its checkpoint can be offloaded.
     """
     more: dict[str, Any] = {"recompute": again} if again else {}
-    if away:
-        more |= {"offload": away}
-    if levels:
-        more["levels"] = [
-            {"name": str(k), "recompute_ms": float(ms), "checkpoint_bytes": kept}
-            | (dict(zip(OFFLOAD, (float(moved[0]), float(moved[1]), moved[2]), strict=True)) if moved else {})
-            for k, (ms, kept, moved) in enumerate(levels)
-        ]
+    more |= {"offload": away} if away else {}
+    for k, (ms_again, checkpoint, moved) in enumerate(levels):
+        level = {"name": str(k), "recompute_ms": float(ms_again), "checkpoint_bytes": checkpoint}
+        level |= dict(zip(OFFLOAD, (*map(float, moved[:2]), moved[2]), strict=True)) if moved else {}
+        more.setdefault("levels", []).append(level)
     if away or any(moved for *_, moved in levels):
         more["offload_parts"] = parts
     return problems.stage(ms, (size, kept), device=device, **more)
@@ -87,10 +84,10 @@ def middles(stage: Stage, s: int, j: int) -> list[tuple[Op, ...]]:
 
     The parts are all alike, so which of them leave makes no difference.
     """
-    found: list[tuple[Op, ...]] = [()]
+    each: list[tuple[Op, ...]] = [()]
     for k, level in enumerate(stage.all_levels):
-        found += [(*ops, Op(Kind.C, s, j, k)) for ops in [(), *transfers_of(level, stage.offload_parts, s, j)]]
-    return found + transfers_of(stage, stage.offload_parts, s, j)
+        each += [(*ops, Op(Kind.C, s, j, k)) for ops in [(), *transfers_of(level, stage.offload_parts, s, j)]]
+    return each + transfers_of(stage, stage.offload_parts, s, j)
 
 
 def transfers_of(costs: Stage | Level, parts: int, s: int, j: int) -> list[tuple[Op, ...]]:
@@ -98,15 +95,12 @@ def transfers_of(costs: Stage | Level, parts: int, s: int, j: int) -> list[tuple
     if not costs.can_offload:
         return []
     assert np.all(np.array(costs.offload_bytes) % parts == 0)
-    found: list[tuple[Op, ...]] = []
-    for count in range(1, parts + 1):
-        ways = merged([tuple(Op(kind, s, j, p) for kind in AWAY) for p in range(count)])
-        found += [
-            ops
-            for ops in ways
-            if all([op.part for op in ops if op.kind == kind] == list(range(count)) for kind in AWAY)
-        ]
-    return found
+    return [
+        ops
+        for count in range(1, parts + 1)
+        for ops in merged([tuple(Op(kind, s, j, p) for kind in AWAY) for p in range(count)])
+        if all([op.part for op in ops if op.kind == kind] == list(range(count)) for kind in AWAY)
+    ]
 
 
 class Rules(NamedTuple):
@@ -145,9 +139,8 @@ def programs_of(problem: Problem, device: int, all_of_them: bool = False) -> lis
 
     Raises TooManyError beyond `MOST_PROGRAMS`.
     """
-    passes = [
-        (s, j) for j in range(problem.microbatches) for s in problem.route(j) if problem.stages[s].device == device
-    ]
+    everywhere = ((s, j) for j in range(problem.microbatches) for s in problem.route(j))
+    passes = [(s, j) for s, j in everywhere if problem.stages[s].device == device]
     choices = [
         product(middles(problem.stages[s], s, j), backwards(problem, device, s, j, all_of_them)) for s, j in passes
     ]
@@ -275,18 +268,14 @@ def has_lists(problem: Problem) -> bool:
 
 
 FAR = (2, 3, 1), (3, 2, 2)
+BOTH_OFFLOAD = [stage(0, FAR[0], 2, 1, (2, 2, 2)), stage(1, FAR[1], 2, 1, (4, 1, 2))]
+TWO_WAYS = {"routes": [[0, 1], [2, 3]], "microbatch_routes": [0, 1]}
 EXHAUSTIVE: dict[str, Problem] = {
     "memory for one, one device can offload": problem_of(
         [stage(0, (2, 2, 1), 1, 1, (3, 3, 1)), stage(1, (2, 2, 1), 1, 1)], [1, 2], 2
     ),
-    "both offload": problem_of([stage(0, FAR[0], 2, 1, (2, 2, 2)), stage(1, FAR[1], 2, 1, (4, 1, 2))], [2, 2], 2, 3.0),
-    "full duplex": problem_of(
-        [stage(0, FAR[0], 2, 1, (2, 2, 2)), stage(1, FAR[1], 2, 1, (4, 1, 2))],
-        [2, 2],
-        2,
-        3.0,
-        transfer_mode="full_duplex",
-    ),
+    "both offload": problem_of(BOTH_OFFLOAD, [2, 2], 2, 3.0),
+    "full duplex": problem_of(BOTH_OFFLOAD, [2, 2], 2, 3.0, transfer_mode="full_duplex"),
     "a shared link": problem_of(
         [
             stage(0, (1, 1, 1), 1, 1, (6, 6, 1)),
@@ -310,8 +299,7 @@ EXHAUSTIVE: dict[str, Problem] = {
         [stage(0, (2, 2, 1), 1), stage(1, (3, 2, 1), 1), stage(1, (2, 2, 1), 1), stage(0, (1, 3, 1), 1)],
         [1, 2],
         2,
-        routes=[[0, 1], [2, 3]],
-        microbatch_routes=[0, 1],
+        **TWO_WAYS,
     ),
 }
 SPAN = problem_of([stage(0, (1, 3, 2), 1, 1, (2, 5, 1)), stage(1, (5, 2, 9), 1)], [1, 2], 2, 4.0)
@@ -356,8 +344,7 @@ RICHER: dict[str, Problem] = {  # for solvers that choose between offload, recom
         ],
         [2, 3],
         2,
-        routes=[[0, 1], [2, 3]],
-        microbatch_routes=[0, 1],
+        **TWO_WAYS,
     ),
     "one stage on two routes": problem_of(
         [stage(0, (2, 2, 1), 2, 1, (2, 1, 2)), stage(1, (3, 1, 1), 2, 1)],
