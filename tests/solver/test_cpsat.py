@@ -88,23 +88,23 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
     grid, everywhere = Grid.for_problem(problem), frozenset(range(len(problem.devices)))
     if check(problem, schedule) or not is_expressible(schedule):
         return
-    known = place_on_grid(grid, schedule)
-    begin = data.draw(st.integers(0, known.end))
+    incumbent = place_on_grid(grid, schedule)
+    begin = data.draw(st.integers(0, incumbent.end))
     devices = data.draw(st.none() | st.frozensets(st.sampled_from(sorted(everywhere))))
-    window = Window(begin, data.draw(st.integers(begin, known.end + 1)), devices)
+    window = Window(begin, data.draw(st.integers(begin, incumbent.end + 1)), devices)
     objective = data.draw(st.sampled_from(["makespan", "ends"]))
-    model = WindowModel(grid, known, window, data.draw(st.booleans()), objective)
+    model = WindowModel(grid, incumbent, window, data.draw(st.booleans()), objective)
     answer = model.solve(Clock(0.3, counts=True), 1, 0)
     if answer.starts is None:
         assert not (answer.proven and grid.lossless)  # the incumbent itself is a solution
         return
-    assert answer.value <= known.end * (1 + (model.objective is not model.end) * len(model.variables.device_end))
-    for x, at in known.start.items():
-        is_half = (x.stage, x.microbatch) in known.fused and x.kind in (Kind.B, Kind.W)
+    assert answer.value <= incumbent.end * (1 + (model.objective is not model.end) * len(model.variables.device_end))
+    for x, at in incumbent.start.items():
+        is_half = (x.stage, x.microbatch) in incumbent.fused and x.kind in (Kind.B, Kind.W)
         assert at >= begin or x.kind == Kind.D or is_half or answer.starts[x] == at
     better = lift(problem, grid.starts_ms(answer.starts))
     assert check(problem, better) == []
-    assert better.makespan_ms <= min(grid.ms(answer.value), grid.ms(known.end)) + 1e-6
+    assert better.makespan_ms <= min(grid.ms(answer.value), grid.ms(incumbent.end)) + 1e-6
     for d in everywhere - (everywhere if devices is None else devices):  # a device that is not free keeps its order
         before, after = (
             [text for text in each.programs[d].texts() if not set(text) & set("ODR")] for each in (schedule, better)
@@ -163,8 +163,8 @@ def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = FI
     """Whether anonymous micro-batches can end so soon, on a grid that is no finer; None where time was too short to
     say."""
     grid = Grid.for_problem(problem, finest).relaxed
-    known = place_on_grid(grid, number_by_entry(split_dispensable(schedule)))
-    model = AnonymousModel(grid, known)
+    incumbent = place_on_grid(grid, number_by_entry(split_dispensable(schedule)))
+    model = AnonymousModel(grid, incumbent)
     assert model.is_bound
     model.model.add(model.end <= floor(end_ms / float(grid.tick) * (1 + 1e-12)))
     answer = model.solve(Clock(20.0, counts=True), 1, 0, any_will_do=True)

@@ -1,4 +1,4 @@
-"""What a search with the MILP tells of itself, and of a solver that fails or does not take the model."""
+"""What a search with the MILP reports, of itself and of a solver that fails or does not take the model."""
 
 from __future__ import annotations
 
@@ -63,27 +63,24 @@ def test_a_search_says_how_far_it_is(solver: Solver) -> None:
     assert not reports[-1].ongoing
 
 
-def finished(*said: Frame) -> list[Frame]:
-    """What a search for which the MILP was asked tells once its process is gone."""
-    told: list[Frame] = []
-    request = Request(problem=SPAN, method="milp", time_limit_s=60.0)
-    runs = EngineRuns(request, [], incumbents_of(request, told.append), Clock(60.0), told.append)
-    process = EngineProcess("milp", cast(Child, None), 1, None, 0.0, 1.0)
-    for message in (*said, None):
-        runs.handle(process, message)
-    return [frame for frame in told if isinstance(frame, Note)]
-
-
-SO_FAR = Note(text="milp: 3 windows by HiGHS", method="milp", ongoing=True)
-ENDED = Note(text="milp: 4 windows by HiGHS", method="milp")
-
-
 def test_where_the_milp_is_stopped_its_last_report_stands() -> None:
-    *_, last = finished(SO_FAR)
-    assert isinstance(last, Note)
+    so_far = Note(text="milp: 3 windows by HiGHS", method="milp", ongoing=True)
+    ended = Note(text="milp: 4 windows by HiGHS", method="milp")
+    *_, last = notes_after(so_far)
     assert re.fullmatch(r"milp: 3 windows by HiGHS; stopped after [\d.]+ s", last.text)
     assert (last.method, last.ongoing) == ("milp", False)
-    assert finished(SO_FAR, ENDED, End()) == [SO_FAR, ENDED]
+    assert notes_after(so_far, ended, End()) == [so_far, ended]
+
+
+def notes_after(*messages: Frame) -> list[Note]:
+    """The notes of a search that asked for the MILP, once its process has sent these messages and is gone."""
+    frames: list[Frame] = []
+    request = Request(problem=SPAN, method="milp", time_limit_s=60.0)
+    runs = EngineRuns(request, [], incumbents_of(request, frames.append), Clock(60.0), frames.append)
+    process = EngineProcess("milp", cast(Child, None), 1, None, 0.0, 1.0)
+    for message in (*messages, None):
+        runs.handle(process, message)
+    return [frame for frame in frames if isinstance(frame, Note)]
 
 
 @pytest.fixture

@@ -33,6 +33,10 @@ class Relief:
     parts: tuple[int, ...] = ()
     level: int = NONE
 
+    @property
+    def is_recomputed(self) -> bool:
+        return self.level != NONE
+
 
 class _Option(NamedTuple):
     """One choice for a stage's activation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from optpipe.model.arrays import NONE, Table
+from optpipe.model.arrays import Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
@@ -33,7 +33,7 @@ def _one_pass(route: tuple[int, ...], relief: dict[int, Relief]) -> list[tuple[i
     back = [
         [
             *((Kind.R, s, p) for p in relief[s].parts),
-            *([(Kind.C, s, relief[s].level)] if relief[s].level != NONE else []),
+            *([(Kind.C, s, relief[s].level)] if relief[s].is_recomputed else []),
             (Kind.BW, s, 0),
         ]
         for s in reversed(route)

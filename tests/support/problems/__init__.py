@@ -66,8 +66,11 @@ def pipeline(
     return Problem.from_dict(content)
 
 
-def with_budgets(problem: Problem, budgets: Sequence[int]) -> Problem:
-    """The problem with other activation budgets, in bytes by device."""
-    each = zip(problem.devices, budgets, strict=True)
-    devices = [device.model_copy(update={"activation_budget_bytes": budget}) for device, budget in each]
+def with_budgets(problem: Problem, memory: int | Sequence[int]) -> Problem:
+    """The problem with another activation budget in bytes, of every device or of each."""
+    budgets = [memory] * len(problem.devices) if isinstance(memory, int) else memory
+    devices = [
+        device.model_copy(update={"activation_budget_bytes": budget})
+        for device, budget in zip(problem.devices, budgets, strict=True)
+    ]
     return problem.replace(devices=devices)
