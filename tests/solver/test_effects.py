@@ -21,7 +21,7 @@ from optpipe.evaluate.effects import TABLE
 from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import Effect
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
-from optpipe.reuse.repair import repair
+from optpipe.reuse import repair
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
