@@ -14,8 +14,7 @@ from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line
 from optpipe.diagnose import collect_runs
 from optpipe.errors import InputError
-from optpipe.measured.estimate import FIELDS, estimate
-from optpipe.measured.measurements import ProblemOptions
+from optpipe.measured.estimate import FIELDS, ProblemOptions, estimate
 from optpipe.measured.messages import gaps
 from optpipe.measured.readers import RunFacts
 from optpipe.measured.readers.straggler import StragglerTimeline
@@ -112,7 +111,8 @@ def read_timeline(path: Path) -> Timeline:
     steps: dict[int, dict[int, list[MeasuredOp]]] = defaultdict(lambda: defaultdict(list))
     for each in recording.ops:
         steps[each.step][each.replica].append(each)
-    ways = [gap.message_ms for step in steps.values() for gap in gaps(step.values()) if not gap.same_device]
+    runs = [ops for step in steps.values() for ops in step.values()]
+    ways = [gap.message_ms for ops in runs for gap in gaps(ops) if not gap.same_device]
     message_ms = round(max(0.0, median(ways)), 4) if ways else 0.0
     by_number = {number: list(by_replica.values()) for number, by_replica in sorted(steps.items())}
     return Timeline(recording, by_number, message_ms)

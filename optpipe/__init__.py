@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optpipe.evaluate.timeline import Timeline
     from optpipe.formats import export_schedule, import_schedule, leave_out_offload
     from optpipe.measured.convert import problem_from
-    from optpipe.measured.measurements import Measurements
+    from optpipe.measured.estimate import Measurements
     from optpipe.model.offload import estimated_offload_ratio, offload_ratio
     from optpipe.model.ops import Kind, Op, Pair
     from optpipe.model.problem import Problem
@@ -41,7 +41,7 @@ _NAMES = {
     "evaluate.timeline": "Timeline",
     "formats": "export_schedule import_schedule leave_out_offload",
     "measured.convert": "problem_from",
-    "measured.measurements": "Measurements",
+    "measured.estimate": "Measurements",
     "model.offload": "estimated_offload_ratio offload_ratio",
     "model.ops": "Kind Op Pair",
     "model.problem": "Problem",

@@ -13,7 +13,7 @@ from optpipe.model.placement import counts_text
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
 from optpipe.transformer.calibrate import UNEXPLAINED
-from optpipe.transformer.memory import MEASURED_PEAKS
+from optpipe.transformer.estimate import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.doubt import difference

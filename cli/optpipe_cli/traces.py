@@ -15,7 +15,7 @@ from optpipe.diagnose.losses import NAMES
 from optpipe.diagnose.page import picture
 from optpipe.files import write_file
 from optpipe.measured.convert import problem_from
-from optpipe.measured.measurements import Measurements
+from optpipe.measured.estimate import Measurements
 from optpipe.measured.readers import RunFacts
 from optpipe.model.ops import Kind
 from optpipe_cli.options import FolderOutput, Json, NewFile, Numbers, Output

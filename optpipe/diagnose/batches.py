@@ -31,47 +31,22 @@ Entry = Literal["ran", "order", "spread"]
 
 
 class UserFacts(NamedTuple):
-    """What a user says of the job beside the trace.
+    """What a user says of the job beside the trace."""
 
-    Attributes
-    ----------
-    layers
-        How many layers each stage has; empty if not known.
-    memory
-        How many activations of one of today's stages each device may hold; None for what the fullest one held.
-    weight_share
-        The share of W in a backward that was measured whole; None if not known, which makes it 0.
-    """
-
-    layers: tuple[int, ...] = ()
-    memory: float | None = None
-    weight_share: float | None = None
+    layers: tuple[int, ...] = ()  # of each stage; empty if not known
+    memory: float | None = None  # activations of today's stages that a device may hold; None: as the fullest one held
+    weight_share: float | None = None  # of W in a backward that was measured whole; None if not known, counts as 0
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to a step.
+    """What is done to a step."""
 
-    Attributes
-    ----------
-    healthy
-        Whether slow devices are replaced.
-    placement
-        Of the layers, as stages; None for today's stages.
-    entry
-        Which replica runs which micro-batches, in which order: as they ran, each its own in a better order, or spread
-        over the replicas.
-    schedule
-        The order of ops; None for the one in which they ran.
-    own_schedules
-        Whether each replica gets a schedule of its own for its micro-batches, in each step.
-    """
-
-    healthy: bool = False
-    placement: Placement | None = None
-    entry: Entry = "ran"
-    schedule: Schedule | None = None
-    own_schedules: bool = False
+    healthy: bool = False  # whether slow devices are replaced
+    placement: Placement | None = None  # of the layers, as stages; None for today's stages
+    entry: Entry = "ran"  # micro-batches as they ran, in a better order on each replica, or spread over the replicas
+    schedule: Schedule | None = None  # the order of ops; None for the one in which they ran
+    own_schedules: bool = False  # whether each replica gets a schedule for its own micro-batches, in each step
 
 
 class Outcome(NamedTuple):
@@ -84,28 +59,14 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """A step of all replicas.
+    """A step of all replicas."""
 
-    Attributes
-    ----------
-    healthy
-        All micro-batches on devices that are not slow, with layers; those of replica r are the r-th group of numbers.
-    factor
-        (R, D) how many times longer ops of a replica's device take.
-    orders
-        By replica, the order that ran.
-    handover_ms
-        (D,) what passes on each device between ops.
-    apart
-        Whether B and W ran apart.
-    """
-
-    healthy: Problem
-    groups: tuple[tuple[int, ...], ...]
-    factor: Floats
-    orders: tuple[Schedule, ...]
-    handover_ms: Floats
-    apart: bool
+    healthy: Problem  # all micro-batches on devices that are not slow, with layers
+    groups: tuple[tuple[int, ...], ...]  # by replica, the numbers of its micro-batches
+    factor: Floats  # (R, D) how many times longer ops of a replica's device take
+    orders: tuple[Schedule, ...]  # by replica, the order that ran
+    handover_ms: Floats  # (D,) what passes on each device between ops
+    apart: bool  # whether B and W ran apart
 
     @cached_property
     def _spread(self) -> tuple[tuple[int, ...], ...]:

@@ -31,36 +31,19 @@ Progress = Callable[[str], None]
 class Cure:
     """Something to change.
 
-    Attributes
-    ----------
-    name
-        `device`, `layers`, `order`, `spread`, `steps`, `published` (on today's stages), `chunks` (on others), `ours`,
-        or `together` for those that go together.
-    title
-        What is done.
-    ms, bound_ms
-        (n,) of the sampled steps: how long each takes, and what it does not fall below with the same freedom.
-    before_ms
-        (n,) how long they take as they ran, in a replay.
-    activations
-        By device, how many activations of one of today's stages it holds at most.
-    lines
-        What to write, and where.
-    file
-        The name and the text of a file that goes with it.
-    schedule
-        The slowest replica's in the last sampled step.
+    `name` is `device`, `layers`, `order`, `spread`, `steps`, `published` (on today's stages), `chunks` (on others),
+    `ours`, or `together` for those that go together.
     """
 
     name: str
-    title: str
-    ms: Floats
-    bound_ms: Floats
-    before_ms: Floats
-    activations: tuple[float, ...]
-    lines: tuple[str, ...]
-    file: tuple[str, str] | None
-    schedule: Schedule
+    title: str  # what is done
+    ms: Floats  # (n,) of the sampled steps: how long each takes
+    bound_ms: Floats  # (n,) what it does not fall below with the same freedom
+    before_ms: Floats  # (n,) how long they take as they ran, in a replay
+    activations: tuple[float, ...]  # by device, how many activations of one of today's stages it holds at most
+    lines: tuple[str, ...]  # what to write, and where
+    file: tuple[str, str] | None  # the name and the text of a file that goes with it
+    schedule: Schedule  # the slowest replica's in the last sampled step
 
     @property
     def gain(self) -> float:
@@ -74,27 +57,13 @@ class Cure:
 
 
 class Cures(NamedTuple):
-    """What was found.
+    """What to change, and how it was predicted."""
 
-    Attributes
-    ----------
-    steps
-        The numbers of the steps on which cures were predicted.
-    cures
-        Those that gain something, the best first; the one that joins those that go together is the first.
-    before
-        The slowest replica of the last of these steps, as it ran.
-    held
-        By device, how many activations it held as it ran.
-    asked
-        What would help, one sentence each.
-    """
-
-    steps: tuple[int, ...]
-    cures: tuple[Cure, ...]
-    before: Schedule
-    held: tuple[float, ...]
-    asked: tuple[str, ...]
+    steps: tuple[int, ...]  # the numbers of the sampled steps
+    cures: tuple[Cure, ...]  # that gain something, the best first; the one that joins several is the first
+    before: Schedule  # the slowest replica of the last sampled step, as it ran
+    held: tuple[float, ...]  # by device, how many activations it held as it ran
+    asked: tuple[str, ...]  # what would help, one sentence each
 
 
 def find_cures(
@@ -105,23 +74,10 @@ def find_cures(
     limits: SolveArguments | None,
     report: Progress = lambda _: None,
 ) -> Cures:
-    """Try what may cure the causes of the losses.
+    """Try what may cure the causes of the losses, published schedules of the stack among it.
 
-    Parameters
-    ----------
-    facts
-        What the user says of the job.
-    stack
-        What runs it: its published schedules are tried, and lines and files are written for it.
-    limits
-        Of the search of a schedule; None for no search.
-    report
-        Called with what is tried.
-
-    Raises
-    ------
-    InputError
-        If the facts do not fit the runs.
+    `limits` are those of the search of a schedule, None for no search; `report` is called with what is tried. Raises
+    InputError if the facts do not fit the runs.
     """
     chosen = runs.steps[np.unique(np.linspace(0, len(runs.steps) - 1, SAMPLED).astype(int))].tolist()
     batches = [batch_of(runs, losses.healthy_ms, step, facts) for step in chosen]

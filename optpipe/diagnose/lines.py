@@ -44,19 +44,9 @@ MOST_NAMED = 3  # devices in one sentence
 def lines_of(
     change: Change, runs: Runs, losses: Losses, stack: Stack, layered: bool, file: str
 ) -> tuple[str, tuple[str, ...]]:
-    """What a change is called, and the lines that make it.
+    """What a change is called, and the lines that make it. Raises OptPipeError if the stack cannot say it.
 
-    Parameters
-    ----------
-    layered
-        Whether the layers of stages are known.
-    file
-        The name of the file with a schedule of ours.
-
-    Raises
-    ------
-    OptPipeError
-        If the stack cannot say it.
+    `layered` is whether the layers of stages are known, `file` the name of the file with a schedule of ours.
     """
     titles, lines = list[str](), list[str]()
     if change.healthy:

@@ -1,5 +1,12 @@
-"""Where the time of a step goes: replays in which one thing after the other is made ideal. Each loss is the difference
-of two replays, so together with the work they are exactly the step."""
+"""Where the time of a step goes: replays in which one thing after the other is ideal. Each loss is the difference of
+two replays, so together with the work they are exactly the step.
+
+Which devices are slower than others with the same work, and since when: the work of a micro-batch is what its faster
+stages say. A stage's usual time for it is that of the faster ones of all micro-batches with about as much work, in all
+runs: as they are long, attention grows faster than the rest of a stage. A device's excess in a run is what its
+micro-batches take beyond that. So a stage that is long in all replicas is no slow device, nor is a replica whose
+micro-batches are all long. With one replica, only a device that becomes slower can be told from a long stage.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.diagnose.runs import Runs
-from optpipe.diagnose.slow import SlowDevice, find_slow_devices
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -18,24 +24,32 @@ from optpipe.model.problem import Problem
 CAUSE = 0.03  # of the step: what costs less is no cause
 NOTHING = 1e-9  # ms that no clock tells from 0
 UNEVEN = 0.05  # how much more than the mean a stage must take to be named
+LEAST = 0.05  # of its time a slow device must take more
+CLEAR = 4.0  # times the usual spread, too
+FEWEST = 3  # steps, or half of them
+FAST = 0.25  # the quantile of a stage's times that counts as its usual time
+ALIKE, MOST_GROUPS = 50, 20  # micro-batches with about as much work that are compared, and into how many groups at most
+ROUNDS = 5
+DEVIATION = 1.4826  # of a normal distribution, for a median of absolute deviations
+
+
+class SlowDevice(NamedTuple):
+    """A device of a replica that is slower than others with the same work."""
+
+    replica: int
+    device: int
+    first_step: int
+    last_step: int
+    since: bool  # whether it was not slow before `first_step`
+    factor: float  # how many times longer its ops take, the median of these steps
 
 
 class Loss(NamedTuple):
-    """A part of each step.
+    """A part of each step."""
 
-    Attributes
-    ----------
-    name
-        One of `NAMES`.
-    ms
-        (N,) of each step; below 0 where the step would have been longer.
-    avoidable
-        Whether something of it could be spared: all but the work, and what no schedule can avoid.
-    """
-
-    name: str
-    ms: Floats
-    avoidable: bool = True
+    name: str  # one of `NAMES`
+    ms: Floats  # (N,) of each step; below 0 where the step would have been longer
+    avoidable: bool = True  # whether something of it could be spared: not of the work, nor what no schedule can avoid
 
     @property
     def mean_ms(self) -> float:
@@ -43,7 +57,7 @@ class Loss(NamedTuple):
         return float(np.mean(self.ms))
 
 
-# In this order things are made ideal; what they are is said as the end of a sentence.
+# In this order things become ideal; what they are is the end of a sentence.
 NAMES = {
     "unexplained": "what a replay does not explain",
     "slow-device": "a device slower than others with the same work",
@@ -60,30 +74,15 @@ NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """The parts of each step, (N,).
+    """The parts of each step, (N,)."""
 
-    Attributes
-    ----------
-    steps, measured_ms, replayed_ms
-        (N,) the numbers of the steps, how long they took, and how long they take in a replay. Where clocks do not tell
-        how long they took, that is the replay.
-    parts
-        What they consist of.
-    slow_devices
-        The slow ones, the slowest first.
-    uneven_stages
-        The stages that take longer than the mean, with how many times as long, the longest first.
-    healthy_ms
-        (T,) the times of the ops without slow devices.
-    """
-
-    steps: Ints
-    measured_ms: Floats
-    replayed_ms: Floats
+    steps: Ints  # (N,) their numbers
+    measured_ms: Floats  # (N,) how long they took; as replayed, where clocks do not say it
+    replayed_ms: Floats  # (N,)
     parts: tuple[Loss, ...]
-    slow_devices: tuple[SlowDevice, ...]
-    uneven_stages: tuple[tuple[int, float], ...]
-    healthy_ms: Floats
+    slow_devices: tuple[SlowDevice, ...]  # the slowest first
+    uneven_stages: tuple[tuple[int, float], ...]  # longer than the mean, by how many times, the longest first
+    healthy_ms: Floats  # (T,) the times of the ops without slow devices
 
     @property
     def causes(self) -> list[Loss]:
@@ -114,8 +113,11 @@ def explain(runs: Runs) -> Losses:
     lengths = [measured, replayed, *(runs.longest(runs.replay(ms)[0]) for ms in even.values())]
     ideal = even["scatter"]
     lengths.append(runs.longest(runs.replay(ideal, with_messages=False)[0]))
-    work = runs.longest(_busy_ms(runs, ideal).mean(axis=1))
-    lengths += [np.minimum(runs.longest(_floors_ms(runs, ideal)), lengths[-1]), work]
+    busy_ms = np.zeros((len(runs.step), runs.devices))
+    np.add.at(busy_ms, (runs.run, runs.device), ideal)
+    work = runs.longest(busy_ms.mean(axis=1))
+    floors_ms = np.array([_floor_of_run(runs, run, ideal) for run in range(len(runs.step))])
+    lengths += [np.minimum(runs.longest(floors_ms), lengths[-1]), work]
     parts = [
         Loss(name, before - after, name not in ("unexplained", "bubble"))
         for name, before, after in zip(NAMES, lengths, lengths[1:], strict=False)
@@ -124,29 +126,87 @@ def explain(runs: Runs) -> Losses:
     return Losses(runs.steps, measured, replayed, (*parts, Loss("work", work, False)), tuple(slow), stages, healthy)
 
 
-def _floors_ms(runs: Runs, ms: Floats) -> Floats:
-    """(K,) what no order of a run's ops falls below (`floor_of`)."""
-    floors = []
-    for run in range(len(runs.step)):
-        ops = runs.ops_of(run)
-        kind, stage, microbatch = runs.kind[ops], runs.stage[ops], runs.microbatch[ops]
-        cost = np.zeros((len(Kind), len(runs.where), 1 + int(microbatch.max())))
-        cost[kind, stage, microbatch] = ms[ops]
-        floors.append(floor_of(cost[Kind.F], cost[Kind.B] + cost[Kind.BW], cost[Kind.W], runs.where))
-    return np.array(floors)
+def find_slow_devices(runs: Runs) -> tuple[list[SlowDevice], Floats]:
+    """The slow devices, the slowest first, and (T,) the share of each op's time that is left without them."""
+    excess = excess_of(runs)  # (K, D), logarithms
+    spread = DEVIATION * float(np.median(np.abs(excess - np.median(excess))))
+    least = max(np.log1p(LEAST), CLEAR * spread)
+    left = np.ones(len(runs.ms))
+    slow = []
+    for replica in runs.replicas.tolist():
+        of_replica = np.flatnonzero(runs.replica == replica)
+        of_replica = of_replica[np.argsort(runs.step[of_replica])]
+        for device in range(runs.devices):
+            over = excess[of_replica, device]
+            first, last = _longest_phase(over - least)
+            enough = min(FEWEST, -(-len(over) // 2))
+            if last - first < enough or np.median(over[first:last]) <= least:
+                continue
+            phase = of_replica[first:last]
+            factors = np.ones(len(runs.step))
+            factors[phase] = np.exp(np.maximum(0.0, over[first:last]))
+            left /= np.where(runs.device == device, factors[runs.run], 1.0)
+            steps = runs.step[phase]
+            median = float(np.exp(np.median(over[first:last])))
+            slow.append(SlowDevice(replica, device, int(steps[0]), int(steps[-1]), first > 0, median))
+    return sorted(slow, key=lambda each: -each.factor), left
 
 
-def floor_of(forward: Floats, backward: Floats, weight: Floats, where: Sequence[int]) -> float:
+def excess_of(runs: Runs) -> Floats:
+    """(K, D) by how much longer a device takes than its stages and its run's work say, as a logarithm."""
+    stages, key = len(runs.where), runs.run * (int(runs.microbatch.max()) + 1) + runs.microbatch
+    microbatches, number = np.unique(key, return_inverse=True)
+    totals = np.zeros((len(microbatches), stages))
+    np.add.at(totals, (number, runs.stage), runs.ms)
+    log = np.log(np.maximum(totals, np.finfo(float).tiny))
+    usual = np.broadcast_to(np.quantile(log, FAST, axis=0), log.shape)
+    groups: list[Ints] = [np.arange(len(log))]
+    for _ in range(ROUNDS):
+        work = np.sort(log - usual, axis=1)[:, (stages - 1) // 2]
+        usual = np.empty_like(log)
+        for alike in groups:
+            usual[alike] = np.quantile(log[alike] - work[alike, None], FAST, axis=0)
+        # Where works differ by less than what is looked for, their order is noise.
+        wanted = min(MOST_GROUPS, len(log) // ALIKE, int(np.diff(np.quantile(work, (0.05, 0.95)))[0] / LEAST))
+        groups = np.array_split(np.argsort(work, kind="stable"), max(1, wanted))
+    excess = log - usual - work[:, None]
+    run = np.empty(len(microbatches), np.int64)
+    run[number] = runs.run
+    of_runs = np.split(excess, np.flatnonzero(np.diff(run)) + 1)
+    of_stages = np.array([np.median(of_run, axis=0) for of_run in of_runs])
+    on = [[s for s, device in enumerate(runs.where) if device == d] for d in range(runs.devices)]
+    return np.column_stack([np.median(of_stages[:, stages], axis=1) for stages in on])
+
+
+def _longest_phase(over: Floats) -> tuple[int, int]:
+    """The begin and the end of the part whose sum is largest (Kadane); (0, 0) if no sum is positive."""
+    best, total, begin, phase = 0.0, 0.0, 0, (0, 0)
+    for n, each in enumerate(over.tolist()):
+        if total <= 0:
+            total, begin = 0.0, n
+        total += each
+        if total > best:
+            best, phase = total, (begin, n + 1)
+    return phase
+
+
+def _floor_of_run(runs: Runs, run: int, ms: Floats) -> float:
+    ops = runs.ops_of(run)
+    microbatch = runs.microbatch[ops]
+    cost = np.zeros((len(Kind), len(runs.where), 1 + int(microbatch.max())))
+    cost[runs.kind[ops], runs.stage[ops], microbatch] = ms[ops]
+    return _floor_of(cost[Kind.F], cost[Kind.B] + cost[Kind.BW], cost[Kind.W], runs.where)
+
+
+def floor_ms(problem: Problem) -> float:
+    """`_floor_of` a problem of one route."""
+    ms = problem.costs.ms
+    return _floor_of(ms[Kind.F], ms[Kind.B], ms[Kind.W], [stage.device for stage in problem.stages])
+
+
+def _floor_of(forward: Floats, backward: Floats, weight: Floats, where: Sequence[int]) -> float:
     """What no order of a step's ops falls below: on some device what must run before its first op, then its ops, and
-    what must run after its last backward.
-
-    Parameters
-    ----------
-    forward, backward, weight
-        (S, m) the times of F, of B or BW, and of W, in ms. Messages are left out.
-    where
-        By stage: its device.
-    """
+    what must run after its last backward. Times of F, of B or BW, and of W are (S, m); messages are left out."""
     before, after = (np.cumsum(each, axis=0) - each for each in (forward, backward))
     head, tail = before.min(axis=1), after.min(axis=1)
     chain = (forward + backward).sum(axis=1)
@@ -156,12 +216,6 @@ def floor_of(forward: Floats, backward: Floats, weight: Floats, where: Sequence[
         if on:
             floor = max(floor, head[on].min() + max(work[on].sum(), chain[on].sum() + tail[on].min()))
     return float(floor)
-
-
-def floor_ms(problem: Problem) -> float:
-    """`floor_of` a problem of one route."""
-    ms = problem.costs.ms
-    return floor_of(ms[Kind.F], ms[Kind.B], ms[Kind.W], [stage.device for stage in problem.stages])
 
 
 def _even(ms: Floats, one: Ints, among: Ints) -> Floats:
@@ -181,13 +235,6 @@ def _key(major: Ints, minor: Ints) -> Ints:
     """A number for each pair."""
     key: Ints = major * (int(minor.max()) + 1) + minor
     return key
-
-
-def _busy_ms(runs: Runs, ms: Floats) -> Floats:
-    """(K, D) how long each device computes."""
-    busy = np.zeros((len(runs.step), runs.devices))
-    np.add.at(busy, (runs.run, runs.device), ms)
-    return busy
 
 
 def _uneven(runs: Runs, ms: Floats) -> list[tuple[int, float]]:

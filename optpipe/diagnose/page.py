@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from optpipe.diagnose.batches import UserFacts, batch_of
-from optpipe.diagnose.losses import Loss
+from optpipe.diagnose.losses import Loss, excess_of
 from optpipe.diagnose.report import Diagnosis
-from optpipe.diagnose.slow import excess_of
 from optpipe.model.arrays import Floats
 from optpipe.schedule import Schedule
 from optpipe.show.figure import changes, side_by_side
@@ -39,26 +38,26 @@ def document(diagnosis: Diagnosis) -> dict[str, Any]:
     - `places`: by loss, the run where it is largest, and the device, the stage or the micro-batch that it is due to.
     """
     cures, excess = diagnosis.cures, np.exp(excess_of(diagnosis.runs))
-    rows, slowest = _rows(diagnosis, excess), _slowest(diagnosis)
+    runs, ms, rows = diagnosis.runs, diagnosis.runs.replay()[0], _rows(diagnosis, excess)
+    slowest = {
+        step: int(runs.replica[max(runs.runs_of(step), key=lambda run: ms[run])]) for step in runs.steps.tolist()
+    }
     before = replace(cures.before, method=f"step {cures.steps[-1]} as it ran")
     after = [replace(cure.schedule, method=cure.title) for cure in cures.cures]
     ran = list(_drawn(diagnosis, rows, slowest))
     schedules = [before, *after, *(schedule for _, schedule in ran)]
     marks = [None, *(changes(each, before) for each in after), *(None for _ in ran)]
-    figure = side_by_side([_named(each, diagnosis.form) for each in schedules], marks, memory=False)
-    runs = [(*run, 1 + len(after) + n) for n, (run, _) in enumerate(ran)]
+    name = f"What a trace loses: {diagnosis.form}"
+    named = [replace(each, problem=each.problem.replace(name=name)) for each in schedules]
+    figure = side_by_side(named, marks, memory=False)
     return figure | {
         "diagnosis": diagnosis.to_dict()
         | {
             "heat": _heat(diagnosis, excess, rows),
-            "runs": runs,
+            "runs": [(*run, 1 + len(after) + n) for n, (run, _) in enumerate(ran)],
             "places": [_place(diagnosis, slowest, part) for part in diagnosis.losses.parts],
         }
     }
-
-
-def _named(schedule: Schedule, form: str) -> Schedule:
-    return replace(schedule, problem=schedule.problem.replace(name=f"What a trace loses: {form}"))
 
 
 def _rows(diagnosis: Diagnosis, excess: Floats) -> list[tuple[int, int]]:
@@ -86,12 +85,6 @@ def _heat(diagnosis: Diagnosis, excess: Floats, rows: list[tuple[int, int]]) -> 
         "factors": [[factor[replica, step][device] for step in steps] for replica, device in rows],
         "left_out": [len(runs.replicas) * runs.devices - len(rows), len(runs.steps) - len(steps)],
     }
-
-
-def _slowest(diagnosis: Diagnosis) -> dict[int, int]:
-    """By step, the replica that takes longest in a replay."""
-    runs, ms = diagnosis.runs, diagnosis.runs.replay()[0]
-    return {step: int(runs.replica[max(runs.runs_of(step), key=lambda run: ms[run])]) for step in runs.steps.tolist()}
 
 
 def _drawn(

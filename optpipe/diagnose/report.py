@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from optpipe.diagnose.batches import UserFacts
-from optpipe.diagnose.collect import collect_runs
-from optpipe.diagnose.cures import Cure, Cures, Progress, find_cures
+from optpipe.diagnose.cures import Cures, Progress, find_cures
 from optpipe.diagnose.lines import STACK_OF_FORM, STACKS, Stack
 from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
-from optpipe.diagnose.runs import Runs
+from optpipe.diagnose.runs import Runs, collect_runs
 from optpipe.errors import InputError, did_you_mean
 from optpipe.measured.convert import recording_from
 from optpipe.measured.readers import RunFacts
@@ -27,20 +26,10 @@ MOST_NAMED = 3  # stages or devices in one sentence
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What a trace shows.
+    """What a trace shows: what ran, where its time went, and what to change."""
 
-    Attributes
-    ----------
-    form
-        Of the files, as `optpipe problem from` names it.
-    stack
-        What the lines of cures are for.
-    runs, losses, cures
-        What ran, where its time went, and what to change.
-    """
-
-    form: str
-    stack: Stack
+    form: str  # of the files, as `optpipe problem from` names it
+    stack: Stack  # for which the lines of cures are
     runs: Runs
     losses: Losses
     cures: Cures
@@ -58,9 +47,11 @@ class Diagnosis:
         ]
 
     def _slow(self) -> str:
+        end = int(self.runs.steps[-1])
         sentences = [
             f"device {each.device} of replica {each.replica} takes {each.factor:.2f} times as long as others with the "
-            f"same work{_when(each.since, each.first_step, each.last_step, int(self.runs.steps[-1]))}"
+            f"same work{f' since step {each.first_step}' * each.since}"
+            f"{f' until step {each.last_step}' * (each.last_step != end)}"
             for each in self.losses.slow_devices
         ]
         return _some(sentences, "devices")
@@ -96,32 +87,27 @@ class Diagnosis:
             "causes": self.causes,
             "slow_devices": [each._asdict() for each in losses.slow_devices],
             "uneven_stages": [{"stage": s, "factor": factor} for s, factor in losses.uneven_stages],
-            "cures": [_cure(cure) for cure in self.cures.cures],
+            "cures": [
+                {
+                    "name": cure.name,
+                    "what": cure.title,
+                    "gain": cure.gain,
+                    "gain_at_most": cure.most,
+                    "ms": cure.ms.tolist(),
+                    "before_ms": cure.before_ms.tolist(),
+                    "bound_ms": cure.bound_ms.tolist(),
+                    "activations": list(cure.activations),
+                    "lines": list(cure.lines),
+                    "file": cure.file and {"name": cure.file[0], "text": cure.file[1]},
+                }
+                for cure in self.cures.cures
+            ],
             "cures_on_steps": list(self.cures.steps),
             "held_activations": list(self.cures.held),
             "asked": list(self.cures.asked),
             "assumed": list(runs.assumed),
             "unused": list(runs.unused),
         }
-
-
-def _cure(cure: Cure) -> dict[str, Any]:
-    return {
-        "name": cure.name,
-        "what": cure.title,
-        "gain": cure.gain,
-        "gain_at_most": cure.most,
-        "ms": cure.ms.tolist(),
-        "before_ms": cure.before_ms.tolist(),
-        "bound_ms": cure.bound_ms.tolist(),
-        "activations": list(cure.activations),
-        "lines": list(cure.lines),
-        "file": cure.file and {"name": cure.file[0], "text": cure.file[1]},
-    }
-
-
-def _when(since: bool, first: int, last: int, end: int) -> str:
-    return (f" since step {first}" if since else "") + (f" until step {last}" if last != end else "")
 
 
 def _some(sentences: Sequence[str], what: str) -> str:
@@ -140,7 +126,7 @@ def diagnose(
     run: RunFacts | None = None,
     report: Progress = lambda _: None,
 ) -> Diagnosis:
-    """Says where the time of the steps in a trace goes, and what to change.
+    """Where the time of the steps in a trace goes, and what to change.
 
     Parameters
     ----------
@@ -163,11 +149,6 @@ def diagnose(
     report
         Called with what is tried.
 
-    Returns
-    -------
-    Diagnosis
-        Causes, cures and all figures.
-
     Raises
     ------
     InputError
@@ -189,7 +170,10 @@ def diagnose_recording(
     limits: SolveArguments | None = None,
 ) -> Diagnosis:
     """The same for what was read; parameters as of `diagnose`, and what a search may take."""
-    chosen = _stack(stack, form)
+    chosen = STACK_OF_FORM[form] if stack is None else next((each for each in STACKS if each == stack), None)
+    if chosen is None:
+        near = did_you_mean(str(stack), STACKS, "; ")
+        raise InputError(f"stack = {stack!r}: one of {', '.join(STACKS)} is expected{near}")
     if memory is not None and not 1 <= memory <= MOST_HELD:
         raise InputError(f"memory = {memory:g}: 1 to {MOST_HELD} activations are expected")
     if weight_share is not None and not 0 <= weight_share <= 1:
@@ -200,12 +184,3 @@ def diagnose_recording(
     search: SolveArguments | None = {**(limits or {}), "time_limit_s": time_limit_s} if time_limit_s else None
     cures = find_cures(runs, losses, UserFacts(counts, memory, weight_share), chosen, search, report)
     return Diagnosis(form, chosen, runs, losses, cures)
-
-
-def _stack(stack: str | None, form: str) -> Stack:
-    if stack is None:
-        return STACK_OF_FORM[form]
-    for each in STACKS:
-        if each == stack:
-            return each
-    raise InputError(f"stack = {stack!r}: one of {', '.join(STACKS)} is expected{did_you_mean(stack, STACKS, '; ')}")

@@ -1,4 +1,4 @@
-"""Measurements of another program become a problem: `problem_from` files."""
+"""`problem_from`: files of another program's measurements become a problem."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optpipe.errors import InputError, did_you_mean
-from optpipe.measured.estimate import estimate
-from optpipe.measured.measurements import Measurements, ProblemOptions
-from optpipe.measured.readers import READERS, Reader, RunFacts, Sample
-from optpipe.measured.recording import SHAPES, Recording
+from optpipe.measured.estimate import Measurements, ProblemOptions, estimate
+from optpipe.measured.readers import READERS
+from optpipe.measured.recording import SHAPES, Recording, RunFacts, Sample
 
 
 def problem_from(
@@ -79,7 +78,7 @@ def problem_from(
 
 def recording_from(paths: Sequence[str | Path], form: str | None, facts: RunFacts) -> tuple[str, Recording]:
     """The form of these files, and all that ran by them; arguments as of `problem_from`. Without a form it is as the
-    files' names and their first events tell.
+    files' names and their first events say.
 
     Raises InputError if no form is like the files, or as `problem_from` does.
     """
@@ -90,15 +89,10 @@ def recording_from(paths: Sequence[str | Path], form: str | None, facts: RunFact
         raise InputError(f"no file given: {form or 'a form'} needs at least one")
     if facts.shape not in (None, *SHAPES):
         raise InputError(f"shape = {facts.shape!r}: one of {', '.join(SHAPES)} is expected")
-    reader = READERS[form] if form else _reader_of(files)
-    return reader.name, reader.read(files, facts)
-
-
-def _reader_of(paths: Sequence[Path]) -> Reader:
-    forms: dict[str, Path] = {}
-    for path in paths:
+    forms: dict[str, Path] = {form: files[0]} if form else {}
+    for path in files if not form else ():
         sample = Sample(path)
-        recognized = next((reader.name for reader in READERS.values() if reader.recognize(sample)), None)
+        recognized = next((name for name, reader in READERS.items() if reader.recognize(sample)), None)
         if recognized is None:
             raise InputError(
                 f"{path}: like no form that is known: a timeline of StragglerAnalysis, a trace of torch.profiler or a "
@@ -108,4 +102,5 @@ def _reader_of(paths: Sequence[Path]) -> Reader:
     if len(forms) > 1:
         (one, first), (other, second) = list(forms.items())[:2]
         raise InputError(f"{first} is of the form {one}, {second} of {other}: the files of one run are expected")
-    return READERS[next(iter(forms))]
+    (chosen,) = forms
+    return chosen, READERS[chosen].read(files, facts)

@@ -1,31 +1,106 @@
 """Whole training steps as they ran become a `Problem`, and the order in which they ran a `Schedule`: medians for times,
-the shortest gaps between ops for messages (`optpipe.measured.messages`)."""
+the shortest gaps between ops for messages (`optpipe.measured.messages`). `Measurements` also say how times scatter, and
+what was not measured."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from statistics import median
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median, quantiles
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.measured.measurements import MeasuredTimes, Measurements, ProblemOptions, unknown_sentences
 from optpipe.measured.messages import impossible
-from optpipe.measured.recording import MeasuredOp, Recording
-from optpipe.measured.steps import find_training_steps, listed
-from optpipe.measured.training import TrainingSteps
+from optpipe.measured.recording import Recording
+from optpipe.measured.steps import TrainingSteps, find_training_steps, listed
 from optpipe.model.figures import EachMs, each_microbatch, one_for_all
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 from optpipe.model.records import COMPUTE_MS
-from optpipe.schedule import Schedule, certify
+from optpipe.schedule import Schedule, ScheduleFile, certify
 
 NO_TIME = "a step takes 0 ms: the times of its ops are expected"
 Figures = Mapping[Kind, EachMs]  # of a stage
 FIELDS = dict(zip((Kind.F, Kind.B, Kind.W), COMPUTE_MS, strict=True))
+
+
+@dataclass(frozen=True, order=True)
+class MeasuredTimes:
+    """Median and interquartile range of `count` times, in ms."""
+
+    ms: float
+    iqr_ms: float
+    count: int
+
+    @classmethod
+    def from_samples(cls, times: Sequence[float]) -> Self:
+        low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times[0],) * 3
+        return cls(round(median(times), 4), round(high - low, 4), len(times))
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """A problem with the spreads of its times, and what measurements do not say.
+
+    Attributes
+    ----------
+    problem
+        It holds the medians, or of one step each micro-batch's own times.
+    stages
+        For each stage the times of its F, B, W or BW.
+    message
+        The times of messages; None where they are not known.
+    unknown
+        What the measurements do not say, and what the problem has instead, one sentence each.
+    unused
+        What was measured or given and is not in the problem, and why, one sentence each: steps, figures, the order.
+    schedule
+        What ran: the order of the last whole step, or of the one that was asked for; None where it is not known, which
+        `unused` gives the reason for.
+    measured_ms
+        From the first start to the last end of a step, the median of all steps; None where it is not known.
+    """
+
+    problem: Problem
+    stages: tuple[Mapping[Kind, MeasuredTimes], ...]
+    message: MeasuredTimes | None
+    unknown: tuple[str, ...]
+    unused: tuple[str, ...]
+    schedule: Schedule | None
+    measured_ms: float | None
+
+    @property
+    def replayed_ms(self) -> float | None:
+        """How long `schedule` takes by the problem's times."""
+        return None if self.schedule is None else self.schedule.makespan_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON has it; the schedule as its file has it."""
+        return {
+            "problem": self.problem.to_dict(),
+            "stages": [{kind.name: asdict(spread) for kind, spread in times.items()} for times in self.stages],
+            "message": self.message and asdict(self.message),
+            "measured_ms": self.measured_ms,
+            "replayed_ms": self.replayed_ms,
+            "unknown": list(self.unknown),
+            "unused": list(self.unused),
+            "schedule": self.schedule
+            and ScheduleFile.from_schedule(self.schedule).model_dump(mode="json", exclude_none=True),
+        }
+
+
+class ProblemOptions(NamedTuple):
+    """What a user says of the problem beside the measurements; None where nothing. See `problem_from`."""
+
+    activation_bytes: Sequence[int] | None = None
+    activation_budget_bytes: int | None = None
+    weight_share: float | None = None
+    step: int | None = None
+    replica: int | None = None
 
 
 def estimate(recording: Recording, options: ProblemOptions) -> Measurements:
@@ -33,19 +108,31 @@ def estimate(recording: Recording, options: ProblemOptions) -> Measurements:
 
     Raises InputError if there is no whole step, an op is there twice in a step, or a step takes no time.
     """
-    ops, left_out = _choose_replica(recording.ops, options.replica)
+    replicas = sorted({each.replica for each in recording.ops}) or [0]
+    replica = replicas[0] if options.replica is None else options.replica
+    if recording.ops and replica not in replicas:
+        raise InputError(f"replica = {replica}: one of the replicas {listed(replicas)} is expected")
+    unused = list(recording.unused)
+    if others := len(replicas) - 1:
+        unused.append(f"{others} of {len(replicas)} replicas: this is replica {replica}")
+    ops = [each for each in recording.ops if each.replica == replica]
     training = find_training_steps(ops, options.step)
     is_one_step = options.step is not None or recording.steps_differ
     if is_one_step:
-        training, others = _take_last_step(training, {each.step for each in ops})
-        left_out += others
-    times = _times(training)
-    figures: Sequence[Figures] = [{kind: each.ms for kind, each in by_kind.items()} for by_kind in times]
+        training = replace(training, steps=training.steps[-1:])
+        all_steps = {each.step for each in ops}
+        if others := len(all_steps) - 1:
+            unused.append(f"{others} of {len(all_steps)} steps: this is step {training.steps[0][0].step}")
+    by_kind: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in training.where]
+    for each in training.ops:
+        by_kind[each.op.stage][each.op.kind].append(each.ms)
+    times = tuple({kind: MeasuredTimes.from_samples(ms) for kind, ms in sorted(each.items())} for each in by_kind)
+    figures: Sequence[Figures] = [{kind: each.ms for kind, each in of_stage.items()} for of_stage in times]
     if is_one_step:
         figures = _step_figures(training, figures)
     messages_ms = [ms for of_step in training.messages_ms for ms in of_step]
     message = MeasuredTimes.from_samples(messages_ms) if messages_ms else None
-    ample = _roomy_problem(figures, training.where, training.microbatches, message, options)
+    ample = _roomy_problem(figures, training, message, options)
     if training.are_timed:
         spans_ms = training.spans_ms
     else:
@@ -53,36 +140,13 @@ def estimate(recording: Recording, options: ProblemOptions) -> Measurements:
     measured_ms = median(spans_ms) if spans_ms else None
     if measured_ms == 0:
         raise InputError(NO_TIME)
-    order, reasons = _order_that_ran(training, ample)
-    unused = (
-        *recording.unused,
-        *left_out,
-        *training.unused,
-        *_unused_times(times, training, options, is_one_step),
-        *reasons,
-    )
-    return _measurements(ample, times, message, options, unused, order, measured_ms, recording.on_host)
-
-
-def _choose_replica(ops: Sequence[MeasuredOp], replica: int | None) -> tuple[Sequence[MeasuredOp], list[str]]:
-    """The ops of one replica, by default the first; and that others are left out, as a sentence."""
-    replicas = sorted({each.replica for each in ops})
-    if not replicas:
-        return ops, []
-    chosen = replicas[0] if replica is None else replica
-    if chosen not in replicas:
-        raise InputError(f"replica = {chosen}: one of the replicas {listed(replicas)} is expected")
-    others = len(replicas) - 1
-    left_out = [f"{others} of {len(replicas)} replicas: this is replica {chosen}"] if others else []
-    return [each for each in ops if each.replica == chosen], left_out
-
-
-def _take_last_step(training: TrainingSteps, steps: Collection[int]) -> tuple[TrainingSteps, list[str]]:
-    """The last of the steps, and how many are left out, as a sentence."""
-    step = training.steps[-1]
-    others = len(steps) - 1
-    left_out = [f"{others} of {len(steps)} steps: this is step {step[0].step}"] if others else []
-    return replace(training, steps=(step,)), left_out
+    schedule, reasons = _order_that_ran(training, ample)
+    problem, exceeded = _with_budgets(ample, schedule, options.activation_budget_bytes)
+    unused += [*training.unused, *_unused_times(times, training, options, is_one_step), *reasons, *exceeded]
+    unknown = ["times of a device: these are the host's"] if recording.on_host else []
+    unknown += _unknown(times, message, schedule is not None, len(problem.devices), options)
+    ran = schedule and schedule.on(problem)
+    return Measurements(problem, times, message, tuple(unknown), tuple(unused), ran, measured_ms)
 
 
 def _order_that_ran(training: TrainingSteps, problem: Problem) -> tuple[Schedule | None, list[str]]:
@@ -123,11 +187,7 @@ def _step_figures(training: TrainingSteps, medians: Sequence[Figures]) -> list[F
 
 
 def _roomy_problem(
-    figures: Sequence[Figures],
-    where: Sequence[int],
-    microbatches: int,
-    message: MeasuredTimes | None,
-    options: ProblemOptions,
+    figures: Sequence[Figures], training: TrainingSteps, message: MeasuredTimes | None, options: ProblemOptions
 ) -> Problem:
     """The problem, with more memory than anything needs."""
     sizes = options.activation_bytes or [1]
@@ -135,66 +195,55 @@ def _roomy_problem(
         raise InputError(f"activation_bytes has {len(sizes)} entries: one, or one for each of {len(figures)} stages")
     if not any(np.any(ms) for by_kind in figures for ms in by_kind.values()):
         raise InputError(NO_TIME)
+    sizes = [*sizes] * (len(figures) // len(sizes))
     return Problem.from_dict(
         {
             "name": "" if options.activation_bytes else "1 B is one activation",  # where the bytes are drawn
-            "microbatches": microbatches,
+            "microbatches": training.microbatches,
             "p2p_ms": message.ms if message else 0.0,
-            "devices": [{"activation_budget_bytes": 2**53}] * (1 + max(where)),
+            "devices": [{"activation_budget_bytes": 2**53}] * training.devices,
             "stages": [
                 {
                     "device": device,
-                    **_stage_times(by_kind, options.weight_share),
+                    **_stage_times(by_kind, options.weight_share or 0.0),
                     "activation_bytes": size,
                     "saved_for_weight_bytes": size,
                 }
-                for by_kind, device, size in zip(figures, where, [*sizes] * (len(figures) // len(sizes)), strict=True)
+                for by_kind, device, size in zip(figures, training.where, sizes, strict=True)
             ],
         }
     )
 
 
-def _measurements(
-    ample: Problem,
-    times: Sequence[Mapping[Kind, MeasuredTimes]],
-    message: MeasuredTimes | None,
-    options: ProblemOptions,
-    unused: tuple[str, ...],
-    order: Schedule | None = None,
-    measured_ms: float | None = None,
-    on_host: bool = False,
-) -> Measurements:
-    """With the budgets that are given, or those that the order needs."""
-    devices = range(len(ample.devices))
+def _stage_times(figures: Figures, weight_share: float) -> dict[str, EachMs]:
+    """The fields of a stage. Where B and W were measured, a fused backward among them does not count."""
+    if {Kind.B, Kind.W} <= figures.keys():
+        return {field: figures[kind] for kind, field in FIELDS.items()}
+    return {
+        "forward_ms": figures[Kind.F],
+        "backward_input_ms": each_microbatch(lambda ms: (1 - weight_share) * ms, figures[Kind.BW]),
+        "backward_weight_ms": each_microbatch(lambda ms: weight_share * ms, figures[Kind.BW]),
+    }
+
+
+def _with_budgets(ample: Problem, order: Schedule | None, budget: int | None) -> tuple[Problem, list[str]]:
+    """The problem with the budget that is given, or those that the order needs; and a sentence if it needs more."""
+    devices, exceeded = range(len(ample.devices)), list[str]()
     needed = [peak.bytes for peak in certify(ample, order).device] if order else None
-    if options.activation_budget_bytes is not None:
-        budgets = [options.activation_budget_bytes for _ in devices]
-        if needed and max(needed) > options.activation_budget_bytes:
+    if budget is not None:
+        budgets = [budget for _ in devices]
+        if needed and max(needed) > budget:
             d = needed.index(max(needed))
-            unused += (
+            exceeded.append(
                 f"what the measured order holds: {needed[d]} bytes on device {d}, more than the budget that was given, "
-                f"{budgets[d]}",
+                f"{budget}"
             )
     elif needed is not None:
         budgets = needed
     else:
         held = ample.costs.activation.sum(axis=1)
         budgets = [int(held[ample.stages_on(d)].sum()) for d in devices]
-    problem = ample.replace(devices=[{"activation_budget_bytes": budget} for budget in budgets])
-    unknown = tuple(unknown_sentences(times, message, needed is not None, len(devices), options))
-    if on_host:
-        unknown = ("times of a device: these are the host's", *unknown)
-    return Measurements(problem, tuple(times), message, unknown, unused, order and order.on(problem), measured_ms)
-
-
-def _times(training: TrainingSteps) -> list[dict[Kind, MeasuredTimes]]:
-    """By stage, the times of its ops."""
-    by_kind: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in training.where]
-    for each in training.ops:
-        by_kind[each.op.stage][each.op.kind].append(each.ms)
-    return [
-        {kind: MeasuredTimes.from_samples(times) for kind, times in sorted(of_stage.items())} for of_stage in by_kind
-    ]
+    return ample.replace(devices=[{"activation_budget_bytes": each} for each in budgets]), exceeded
 
 
 def _unused_times(
@@ -215,13 +264,28 @@ def _unused_times(
     return sentences
 
 
-def _stage_times(figures: Figures, weight_share: float | None) -> dict[str, EachMs]:
-    """The fields of a stage. Where B and W were measured, a fused backward among them does not count."""
-    if {Kind.B, Kind.W} <= figures.keys():
-        return {field: figures[kind] for kind, field in FIELDS.items()}
-    share, both = weight_share or 0.0, figures[Kind.BW]
-    return {
-        "forward_ms": figures[Kind.F],
-        "backward_input_ms": each_microbatch(lambda ms: (1 - share) * ms, both),
-        "backward_weight_ms": each_microbatch(lambda ms: share * ms, both),
-    }
+def _unknown(
+    times: Sequence[Mapping[Kind, MeasuredTimes]],
+    message: MeasuredTimes | None,
+    ordered: bool,
+    devices: int,
+    options: ProblemOptions,
+) -> list[str]:
+    """What the measurements do not say, and what the problem has instead."""
+    sentences = []
+    if options.activation_bytes is None:
+        sentences.append("the bytes of activations: each counts as 1 byte; give --activation-bytes")
+    sentences.append("what stays saved from B until W: the whole activation; edit saved_for_weight_bytes")
+    if options.activation_budget_bytes is None:
+        budget = "what the measured order holds" if ordered else "no limit"
+        sentences.append(f"the activation budget: {budget}; give --activation-budget-bytes")
+    if options.weight_share is None and any(Kind.W not in each for each in times):
+        sentences.append(
+            "how a backward divides into B and W: all of it is B, so a split gains nothing; give --weight-share"
+        )
+    if message is None and devices > 1:
+        sentences.append("the time of messages: 0; edit p2p_ms")
+    sentences.append(
+        "offloading and recomputing: impossible; add offload_ms, reload_ms, offload_bytes, or recompute_ms, ..."
+    )
+    return sentences

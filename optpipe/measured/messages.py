@@ -17,9 +17,8 @@ from typing import NamedTuple
 from optpipe.measured.recording import MeasuredOp
 from optpipe.model.ops import BACKWARD, Kind, Op
 
-TOLERANCE = (
-    0.25  # of a forward: so much may a neighbour's op begin too early, as times of events and hosts are not exact
-)
+# Of a forward: so much may a neighbour's op begin too early, as times of events and hosts are not exact.
+TOLERANCE = 0.25
 
 
 class Gap(NamedTuple):
@@ -42,12 +41,8 @@ class Gap(NamedTuple):
         return (self.forward_ms - self.backward_ms) / 2
 
 
-def gaps(steps: Iterable[Sequence[MeasuredOp]]) -> list[Gap]:
-    """Of each step, and each stage and the next: the shortest gaps forward and back. None where a start is missing."""
-    return [gap for step in steps for gap in _gaps_of_step(step)]
-
-
-def _gaps_of_step(step: Sequence[MeasuredOp]) -> list[Gap]:
+def gaps(step: Iterable[MeasuredOp]) -> list[Gap]:
+    """Of each stage and the next: the shortest gaps forward and back in a step. None where a start is missing."""
     at = {each.op: each for each in step}
     forward: dict[int, float] = defaultdict(lambda: inf)
     backward: dict[int, float] = defaultdict(lambda: inf)
@@ -62,19 +57,25 @@ def _gaps_of_step(step: Sequence[MeasuredOp]) -> list[Gap]:
             continue
         if waiting and waiting.start_ms is not None and ran.start_ms is not None:
             shortest[key] = min(shortest[key], waiting.start_ms - ran.end_ms)
-    device = {each.op.stage: each.device for each in step}
+    device = {op.stage: ran.device for op, ran in at.items()}
     return [
         Gap(s, forward[s], backward[s], device[s] == device[s + 1]) for s in sorted(forward.keys() & backward.keys())
     ]
 
 
-def impossible(steps: Iterable[Sequence[MeasuredOp]]) -> str | None:
+def _gaps_by_stage(steps: Iterable[Sequence[MeasuredOp]]) -> list[tuple[int, list[Gap]]]:
+    """By stage, in their order, the gaps of all steps."""
+    by_stage: dict[int, list[Gap]] = defaultdict(list)
+    for step in steps:
+        for gap in gaps(step):
+            by_stage[gap.stage].append(gap)
+    return sorted(by_stage.items())
+
+
+def impossible(steps: Sequence[Sequence[MeasuredOp]]) -> str | None:
     """Why the ops cannot have run like this whatever the clocks say: a stage that did not wait for its neighbour."""
-    steps, by_stage = list(steps), defaultdict[int, list[Gap]](list)
-    for gap in gaps(steps):
-        by_stage[gap.stage].append(gap)
     forward_ms = median([each.ms for step in steps for each in step if each.op.kind is Kind.F] or [0.0])
-    for s, of_stage in sorted(by_stage.items()):
+    for s, of_stage in _gaps_by_stage(steps):
         early_ms = -median(
             min(gap.forward_ms, gap.backward_ms) if gap.same_device else gap.message_ms for gap in of_stage
         )
@@ -83,14 +84,12 @@ def impossible(steps: Iterable[Sequence[MeasuredOp]]) -> str | None:
     return None
 
 
-def clocks_ahead(steps: Sequence[Sequence[MeasuredOp]], where: Sequence[int]) -> dict[int, float]:
-    """By device, how far its clock is ahead of that of stage 0's device, in ms; without those for which no messages
-    tell it."""
-    by_stage: dict[int, list[float]] = defaultdict(list)
-    for gap in gaps(steps):
-        by_stage[gap.stage].append(0.0 if gap.same_device else gap.ahead_ms)
+def clocks_ahead(steps: Iterable[Sequence[MeasuredOp]], where: Sequence[int]) -> dict[int, float]:
+    """By device, how far its clock is ahead of that of stage 0's device, in ms; without devices that exchange no
+    messages. `where` has the device of each stage."""
     ahead = {where[0]: 0.0}
-    for s, differences in sorted(by_stage.items()):
+    for s, of_stage in _gaps_by_stage(steps):
         if where[s] in ahead and where[s + 1] not in ahead:
-            ahead[where[s + 1]] = ahead[where[s]] + median(differences)
+            differences = median(0.0 if gap.same_device else gap.ahead_ms for gap in of_stage)
+            ahead[where[s + 1]] = ahead[where[s]] + differences
     return ahead

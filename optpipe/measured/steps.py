@@ -1,4 +1,5 @@
-"""Which of the measured steps are whole training steps: only these become a problem.
+"""Which of the measured steps are whole training steps, and what their times say of messages, clocks and the order of
+ops. Only these steps become a problem.
 
 A profile also has evaluations, which are forwards only, and steps that were cut off at its end. Whoever took their ops
 for those of training steps would pair ops of different steps.
@@ -8,16 +9,85 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
 from optpipe.errors import InputError
+from optpipe.measured.messages import clocks_ahead, gaps
 from optpipe.measured.recording import MeasuredOp, require_sizes
-from optpipe.measured.training import Step, TrainingSteps
 from optpipe.model.ops import Kind, Op
 
 BACKWARDS = (Kind.B, Kind.W, Kind.BW)
 LONGEST_MS = 1e15  # of a start, too, whatever a clock counts from
+Step = Sequence[MeasuredOp]
+Order = tuple[tuple[Op, ...], ...]  # by device
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSteps:
+    """Whole training steps of one replica."""
+
+    steps: tuple[Step, ...]  # micro-batches numbered from 0 in each
+    microbatches: int
+    where: tuple[int, ...]  # by stage: its device
+    unused: tuple[str, ...]  # what was left out, and why, one sentence each
+
+    @property
+    def devices(self) -> int:
+        return 1 + max(self.where)
+
+    @property
+    def ops(self) -> list[MeasuredOp]:
+        return [each for step in self.steps for each in step]
+
+    @cached_property
+    def are_timed(self) -> bool:
+        """Whether all starts were measured."""
+        return all(each.start_ms is not None for each in self.ops)
+
+    @property
+    def messages_ms(self) -> list[list[float]]:
+        """By step, how long messages between neighbour stages took."""
+        return [[max(0.0, gap.message_ms) for gap in gaps(step) if not gap.same_device] for step in self.steps]
+
+    @cached_property
+    def ahead_ms(self) -> dict[int, float]:
+        """`clocks_ahead`: of all devices where all starts were measured, as each stage has messages with the next."""
+        return clocks_ahead(self.steps, self.where)
+
+    @property
+    def spans_ms(self) -> list[float]:
+        """Of each step whose starts were measured, from the first start to the last end over all devices, by the clock
+        of stage 0's device."""
+        ahead = self.ahead_ms
+        return [
+            max(each.end_ms - ahead[each.device] for each in step)
+            - min((each.start_ms or 0.0) - ahead[each.device] for each in step)
+            for step in self.steps
+        ]
+
+    def order_of(self, step: Step) -> Order:
+        """By device, the ops of a step in the order in which they began."""
+        ops: list[list[Op]] = [[] for _ in range(self.devices)]
+        for each in sorted(step, key=lambda each: (each.start_ms or 0.0, each.end_ms)):
+            ops[each.device].append(each.op)
+        return tuple(map(tuple, ops))
+
+    @property
+    def overlap(self) -> str | None:
+        """A sentence about two ops of a device in the last step, one of which began before the other was half over."""
+        last: dict[int, MeasuredOp] = {}
+        for each in sorted(self.steps[-1], key=lambda each: each.start_ms or 0.0):
+            before = last.get(each.device)
+            if before and each.start_ms is not None and before.end_ms - each.start_ms > max(before.ms, each.ms) / 2 > 0:
+                return (
+                    f"that ops ran beside each other, such as {before.op} and {each.op}: each counts with its whole "
+                    "time, one after the other"
+                )
+            last[each.device] = each
+        return None
 
 
 def find_training_steps(ops: Sequence[MeasuredOp], only: int | None = None) -> TrainingSteps:
@@ -93,10 +163,13 @@ def match_steps(ranks: Sequence[Step], names: Sequence[str]) -> list[Step]:
     if len(set(counts)) == 1:
         return list(ranks)
     most, least = counts.index(max(counts)), counts.index(min(counts))
-    numbers = _spans(ranks[most])
+    longest = _spans(ranks[most])
     matched: list[Step] = []
     for rank in ranks:
-        overlaps = [[_overlap(other, span) for other in numbers] for span in _spans(rank)]
+        overlaps = [
+            [min(end, other_end) - max(begin, other_begin) for other_begin, other_end in longest]
+            for begin, end in _spans(rank)
+        ]
         partners = [each.index(max(each)) for each in overlaps]
         if any(max(each) <= 0 for each in overlaps) or any(one >= other for one, other in pairwise(partners)):
             raise InputError(
@@ -105,10 +178,6 @@ def match_steps(ranks: Sequence[Step], names: Sequence[str]) -> list[Step]:
             )
         matched.append([each._replace(step=partners[each.step]) for each in rank])
     return matched
-
-
-def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
-    return min(one[1], other[1]) - max(one[0], other[0])
 
 
 def _spans(rank: Step) -> list[tuple[float, float]]:

@@ -1,12 +1,11 @@
 """What attention computes, saves and holds on one GPU, with the norm before it.
 
-Each function returns a `Piece` without an MLP. Letters as in `optpipe.transformer.share`.
+Letters as in `optpipe.transformer.work`.
 """
 
 from __future__ import annotations
 
-from optpipe.transformer.share import FP32, MASK, NORM, RESIDUAL, Share
-from optpipe.transformer.work import Matmul, Piece, Saved, Work
+from optpipe.transformer.work import FP32, MASK, NORM, RESIDUAL, Matmul, Piece, Saved, Share, Work
 
 # Megatron-LM's softmax is one kernel where the heads of a micro-batch on a GPU are a multiple of 4 (fused_softmax.py,
 # is_kernel_available). Else there are five: to 32 bits, scale, mask, softmax, back.
@@ -14,7 +13,7 @@ FUSED_HEADS, APART = 4, 4
 
 
 def attention(share: Share, window: int) -> Piece:
-    """Attention to `window` tokens, to all if that is 0."""
+    """A piece without an MLP: attention to `window` tokens, to all if that is 0."""
     keys_of_query = _keys_of_query(share, window)
     return _latent(share, keys_of_query) if share.shape.kv_latent else _grouped(share, keys_of_query)
 

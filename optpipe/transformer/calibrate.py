@@ -17,6 +17,7 @@ from optpipe.model.problem import Problem
 from optpipe.transformer.estimate import Estimate
 from optpipe.transformer.gpu import PARAMETERS, Gpu, Parameter
 from optpipe.transformer.iterations import Iteration, iteration_ms
+from optpipe.transformer.times import Clock
 from optpipe.transformer.work import Piece
 
 NAMES: tuple[Parameter, ...] = get_args(Parameter)
@@ -67,45 +68,22 @@ def gradient(predict: Callable[[Gpu], float], gpu: Gpu) -> Floats:
 
 
 def ratio_variances(gpu: Gpu, slopes: Floats) -> dict[str, float]:
-    """What the variance of the logarithm of a ratio of two predictions is made of.
+    """What the variance of the logarithm of a ratio of two predictions for a GPU consists of: by parameter (the delta
+    method; with correlations one may be negative), and `UNEXPLAINED` of both predictions, which err independently.
 
-    Parameters
-    ----------
-    gpu
-        Whose parameters both are predicted with.
-    slopes
-        The `gradient` of one prediction less that of the other: what both depend on alike is certain.
-
-    Returns
-    -------
-    dict
-        By parameter (the delta method; with correlations one may be negative), and `UNEXPLAINED` of both predictions,
-        which err independently.
+    `slopes` is the `gradient` of one prediction less that of the other: what both depend on alike is certain.
     """
     shares = slopes * (covariance(gpu) @ slopes)
     return dict(zip(NAMES, shares.tolist(), strict=True)) | {UNEXPLAINED: 2 * gpu.unexplained**2}
 
 
 def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:
-    """Learn a GPU's parameters by robust least squares around what is known of it.
+    """Learn a GPU's parameters by robust least squares around what is known of it: its parameters and their covariance
+    are the prior.
 
-    Parameters
-    ----------
-    gpu
-        Where to begin: its parameters and their covariance are the prior.
-    observations
-        What was measured.
-
-    Returns
-    -------
-    Gpu
-        With the parameters of the largest posterior, their covariance (Laplace's approximation), and the standard
-        deviation of the errors that are left, outliers aside, as `unexplained`.
-
-    Raises
-    ------
-    InputError
-        If there is nothing to learn from, or a parameter is 0.
+    Returns the GPU with the parameters of the largest posterior, their covariance (Laplace's approximation), and the
+    standard deviation of the errors that are left, outliers aside, as `unexplained`. Raises InputError if there is
+    nothing to learn from, or a parameter is 0.
 
     Notes
     -----
@@ -147,12 +125,12 @@ def learn(gpu: Gpu, iterations: Sequence[Iteration]) -> Gpu:
 
     Raises InputError if there are none, or a parallelism does not divide its model.
     """
-    return calibrate(gpu, [_observation(row, gpu) for row in iterations])
 
+    def observation(row: Iteration) -> Observation:
+        estimated = row.on(gpu)
+        return Observation(lambda other: iteration_ms(estimated.on(other)), row.measured_ms)
 
-def _observation(row: Iteration, gpu: Gpu) -> Observation:
-    estimated = row.on(gpu)
-    return Observation(lambda other: iteration_ms(estimated.on(other)), row.measured_ms)
+    return calibrate(gpu, [observation(row) for row in iterations])
 
 
 def measured_ops(estimated: Estimate, problem: Problem) -> list[Observation]:
@@ -165,16 +143,15 @@ def measured_ops(estimated: Estimate, problem: Problem) -> list[Observation]:
     problem
         What was measured. Of each stage F counts, and B and W together; the mean over micro-batches that differ.
 
-    Returns
-    -------
-    list of Observation
-        Two for each stage.
-
     Raises
     ------
     InputError
         If the problem has other stages, or one takes no time.
     """
+
+    def observation(pieces: Sequence[Piece], op: int, measured_ms: float) -> Observation:
+        return Observation(lambda gpu: _ops_ms(estimated.on(gpu).clock, pieces)[op], measured_ms)
+
     if len(problem.stages) != len(estimated.stages):
         raise InputError(
             f"stages = {len(problem.stages)}: expected the {len(estimated.stages)} of the model's division"
@@ -186,16 +163,12 @@ def measured_ops(estimated: Estimate, problem: Problem) -> list[Observation]:
         if min(forward, backward) <= 0:
             raise InputError(f"stages.{s}: an op takes 0 ms; expected measured times")
         held = [estimated.pieces[i] for i in pieces]
-        observations += [
-            Observation(lambda gpu, held=held: _ops_ms(estimated, gpu, held)[0], forward),  # type: ignore[misc]
-            Observation(lambda gpu, held=held: _ops_ms(estimated, gpu, held)[1], backward),  # type: ignore[misc]
-        ]
+        observations += [observation(held, 0, forward), observation(held, 1, backward)]
     return observations
 
 
-def _ops_ms(estimated: Estimate, gpu: Gpu, pieces: Sequence[Piece]) -> tuple[float, float]:
-    """F, and B and W together, of these pieces on a GPU."""
-    clock = estimated.on(gpu).clock
+def _ops_ms(clock: Clock, pieces: Sequence[Piece]) -> tuple[float, float]:
+    """F, and B and W together, of these pieces."""
     forward = sum(clock.forward(piece).ms for piece in pieces)
     return forward, sum(clock.all_ops(piece).ms for piece in pieces) - forward
 

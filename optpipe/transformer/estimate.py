@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import ceil
 
 from optpipe.errors import InputError
 from optpipe.model.figures import one_for_all
@@ -13,12 +15,35 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import COMPUTE_MS, Device, Stage, StageCosts
 from optpipe.transformer.attention import skipped_scores
 from optpipe.transformer.gpu import Gpu
-from optpipe.transformer.memory import DeviceMemory, count_weights, device_memory, kept_weights
 from optpipe.transformer.pieces import all_pieces
 from optpipe.transformer.records import Parallelism, Run, Transformer
-from optpipe.transformer.share import Share
 from optpipe.transformer.times import Clock, Times, total
-from optpipe.transformer.work import Piece
+from optpipe.transformer.work import Piece, Share
+
+MESSAGES = 4  # two on the way in, two on the way out
+# Measured peaks of whole GPUs over computed ones, what is reserved aside: BPipe's 37 GiB over 38.8, pith-train's 58
+# over 51.4 (docs/costs.md#checks). Fragments of the allocator and buffers of communication are most of the difference.
+MEASURED_PEAKS = (0.95, 1.13)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The bytes of one GPU of a device: what is there all the time, and what remains for activations.
+
+    `budget` is negative if the rest does not fit.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    workspace: int
+    reserved: int
+    budget: int
+
+    @property
+    def state(self) -> int:
+        """Weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -40,8 +65,14 @@ class Estimate:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """Embedding, layers and head, as one GPU has them."""
-        self._require_division()
+        """Embedding, layers and head, as one GPU has them. Raises InputError if they cannot be divided so."""
+        shape, parallelism = self.shape, self.parallelism
+        if shape.heads % parallelism.tp:
+            raise InputError(f"tp = {parallelism.tp}: must divide the model's {shape.heads} heads")
+        if self.sequence % parallelism.cp:
+            raise InputError(f"cp = {parallelism.cp}: must divide the sequence of {self.sequence} tokens")
+        if shape.experts % parallelism.ep or (parallelism.ep > 1 and not shape.experts):
+            raise InputError(f"ep = {parallelism.ep}: must divide the model's {shape.experts} experts")
         return all_pieces(self._share)
 
     @cached_property
@@ -98,7 +129,7 @@ class Estimate:
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem. Raises InputError if a device has no room for activations."""
+        """Raises InputError if a device has no room for activations."""
         for d, memory in enumerate(self.devices):
             if memory.budget <= 0:
                 has = self.gpu.memory_bytes / 1e9
@@ -193,11 +224,11 @@ class Estimate:
         return self.reduction_ms + self.optimizer_ms
 
     def divided(self, parallelism: Parallelism, run: Run) -> Estimate:
-        """The same pieces on other devices, in other stages, for more or fewer micro-batches.
+        """The same pieces on other devices, in other stages, for more or fewer micro-batches, at the same costs.
 
-        What a piece of this estimate costs is not computed again. So `parallelism` and `run` may differ from this one's
-        only in pp, dp, zero, chunks, shape, layers and the number of micro-batches, with ZeRO 2 and 3 not in dp and
-        zero, and no host link may be shared in one and not in the other.
+        So `parallelism` and `run` may differ from this one's only in pp, dp, zero, chunks, shape, layers and the number
+        of micro-batches, with ZeRO 2 and 3 not in dp and zero, and no host link may be shared in one and not in the
+        other.
         """
         return self._with_pieces(Estimate(self.shape, parallelism, self.gpu, run))
 
@@ -220,19 +251,10 @@ class Estimate:
     def _share(self) -> Share:
         return Share(self.shape, self.parallelism, self.run, self.sequence)
 
-    def _require_division(self) -> None:
-        """Raises InputError if the parallelism does not divide the model."""
-        shape, parallelism = self.shape, self.parallelism
-        if shape.heads % parallelism.tp:
-            raise InputError(f"tp = {parallelism.tp}: must divide the model's {shape.heads} heads")
-        if self.sequence % parallelism.cp:
-            raise InputError(f"cp = {parallelism.cp}: must divide the sequence of {self.sequence} tokens")
-        if shape.experts % parallelism.ep or (parallelism.ep > 1 and not shape.experts):
-            raise InputError(f"ep = {parallelism.ep}: must divide the model's {shape.experts} experts")
-
 
 def estimate(shape: Transformer, parallelism: Parallelism, gpu: Gpu, run: Run) -> Estimate:
-    """What a transformer costs, by formula.
+    """What a transformer costs, by formula: times in ms and sizes in bytes of one GPU; `.problem` is the problem to
+    schedule, with `layers`.
 
     Parameters
     ----------
@@ -240,11 +262,6 @@ def estimate(shape: Transformer, parallelism: Parallelism, gpu: Gpu, run: Run) -
         The transformer, such as `presets.MODELS["llama-2-70b"]` or `huggingface.read(text)`.
     parallelism, gpu, run
         How it is divided, on what, and the training run; `presets.GPUS` has data sheets.
-
-    Returns
-    -------
-    Estimate
-        Times in ms and sizes in bytes of one GPU; `.problem` is the problem to schedule, with `layers`.
 
     Raises
     ------
@@ -263,3 +280,43 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     base, over = divmod(layers, stages)
     inner = sorted(range(stages), key=lambda s: (s in (0, stages - 1), abs(s - (stages - 1) / 2)))
     return tuple(base + (s in inner[:over]) for s in range(stages))
+
+
+def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece]) -> DeviceMemory:
+    """What a GPU holds of the device that has these pieces."""
+    run = share.run
+    sizes = ((run.value_bytes, 3), (run.gradient_bytes, 2), (run.state_bytes, 1))
+    weights, gradients, optimizer = (ceil(each * kept_weights(share, pieces, zero)) for each, zero in sizes)
+    workspace = _workspace(share, pieces)
+    left = gpu.memory_bytes - gpu.reserved_bytes - (weights + gradients + optimizer) - workspace
+    return DeviceMemory(weights, gradients, optimizer, workspace, gpu.reserved_bytes, left)
+
+
+def count_weights(share: Share, pieces: Sequence[Piece]) -> tuple[float, float]:
+    """How many weights a GPU of the device with these pieces works with: dense ones, and those of experts."""
+    dense = sum(piece.weights for piece in pieces)
+    if share.shape.tied and {"embedding", "head"} <= {piece.kind for piece in pieces}:
+        dense -= share.shape.embedding_matrix / share.parallelism.tp
+    return dense, sum(piece.expert_weights for piece in pieces)
+
+
+def kept_weights(share: Share, pieces: Sequence[Piece], zero: int) -> float:
+    """Of how many weights a rank keeps what ZeRO divides from this stage on (Rajbhandari et al. 2020, figure 1)."""
+    dense, experts = count_weights(share, pieces)
+    parallelism = share.parallelism
+    if parallelism.zero < zero:
+        return dense + experts
+    replicas = parallelism.dp * parallelism.cp
+    return dense / replicas + experts / (replicas / parallelism.ep)
+
+
+def _workspace(share: Share, pieces: Sequence[Piece]) -> int:
+    """What lives while an op runs: recomputed tensors and gradients of a piece, messages, whole weights."""
+    run, zero = share.run, share.parallelism.zero
+    inside = max(
+        piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in pieces
+    )
+    messages = MESSAGES * share.message_bytes if share.parallelism.pp > 1 else 0.0
+    # With ZeRO 3 the weights of a layer and the next, with ZeRO 2 a layer's gradients before they are reduced.
+    gathered = 2 * run.value_bytes * (zero >= 3) + run.gradient_bytes * (zero >= 2)
+    return ceil(inside + messages + gathered * max(piece.weights + piece.expert_weights for piece in pieces))

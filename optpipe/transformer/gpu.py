@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from optpipe.model.arrays import Floats
 from optpipe.model.figures import Bytes, Items
 from optpipe.model.records import Document
 from optpipe.transformer.records import Degree, Precision, Text
@@ -85,10 +84,7 @@ class Gpu(Document):
         n = len(PARAMETERS)
         if self.covariance is not None and [len(row) for row in self.covariance] != [n] * n:
             raise ValueError(f"covariance: must have {n} rows of {n} numbers, one for each of {', '.join(PARAMETERS)}")
-        if self.covariance is not None and not _is_covariance(np.array(self.covariance)):
+        matrix = np.eye(n) if self.covariance is None else np.array(self.covariance)
+        if not np.allclose(matrix, matrix.T, rtol=1e-6) or np.linalg.eigvalsh(matrix).min() <= 0:
             raise ValueError("covariance: must be symmetric and positive definite")
         return self
-
-
-def _is_covariance(matrix: Floats) -> bool:
-    return np.allclose(matrix, matrix.T, rtol=1e-6) and bool(np.linalg.eigvalsh(matrix).min() > 0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from optpipe.errors import InputError, shown
@@ -39,15 +38,11 @@ EXTRA = "transformers reads it: pip install 'optpipe[models]'"
 
 
 def read(text: str | bytes, what: str = "config") -> Transformer:
-    """The shape that a `config.json` describes.
+    """The shape that a `config.json` describes. `sequence` stays None: a config says how long sequences may be, not how
+    long they are in training.
 
-    `sequence` stays None, since a config says how long sequences may be, not how long they are in training.
-
-    Raises
-    ------
-    InputError
-        If the text is not JSON, transformers cannot make such a model, or the model has parameters that a
-        `Transformer` does not have.
+    Raises InputError if the text is not JSON, transformers cannot make such a model, or the model has parameters that a
+    `Transformer` does not have.
     """
     whole = parse_json(text, what)
     if not isinstance(whole, dict):
@@ -117,6 +112,8 @@ class _Model:
     """
 
     def __init__(self, whole: dict[str, Any], what: str) -> None:
+        from torch.nn import ModuleList
+
         self._what = what
         for each in (whole, whole.get("text_config")):
             layers = each.get("num_hidden_layers") if isinstance(each, dict) else None
@@ -129,20 +126,15 @@ class _Model:
             raise InputError(f"{what}: transformers makes no causal language model of it: {reason}") from None
         if self._value("is_encoder_decoder"):
             raise InputError(f"{what}: is_encoder_decoder = True: models with an encoder are not modelled")
-        self.layers = self._find_layers()
+        count, modules = self.config.num_hidden_layers, self._model.base_model.modules()
+        lists = [each for each in modules if isinstance(each, ModuleList) and len(each) == count]
+        if not lists:
+            raise InputError(f"{what}: the model has no list of {count} layers: it is not modelled")
+        self.layers = [_Layer(each) for each in lists[0]]
         first_of_each = {layer.has_experts: layer for layer in reversed(self.layers)}
         self._dense, self._sparse = first_of_each.get(False), first_of_each.get(True)
         if any(layer.shapes != first_of_each[layer.has_experts].shapes for layer in self.layers):
             raise InputError(f"{what}: its layers differ in more than experts: that is not modelled")
-
-    def _find_layers(self) -> list[_Layer]:
-        from torch.nn import ModuleList
-
-        count = self.config.num_hidden_layers
-        for module in self._model.base_model.modules():
-            if isinstance(module, ModuleList) and len(module) == count:
-                return [_Layer(each) for each in module]
-        raise InputError(f"{self._what}: the model has no list of {count} layers: it is not modelled")
 
     def fields(self) -> dict[str, Any]:
         """The fields of its `Transformer`. Raises InputError if it has parts that are not modelled."""
@@ -242,17 +234,15 @@ class _Model:
 
     def _vectors(self, fields: dict[str, Any]) -> Vectors:
         latents = fields.get("kv_latent", 0) + fields.get("query_latent", 0)  # their norms belong to attention
-        outside, embedding = _Group(self._outside()).vectors, _Group(self._outside("embed")).vectors
-        dense = self._dense.group("mlp").vectors if self._dense else 0
-        router = self._sparse.group("mlp").vectors if self._sparse else 0
+        embedding = _Group(self._outside("embed")).vectors
         experts = self._sparse.group("experts").vectors if self._sparse else 0
         return Vectors(
             layer=self.layers[0].group("attention").vectors - latents,
-            mlp=dense,
-            router=router,
+            mlp=self._dense.group("mlp").vectors if self._dense else 0,
+            router=self._sparse.group("mlp").vectors if self._sparse else 0,
             expert=experts // fields.get("experts", 1),
             embedding=embedding,
-            head=outside - embedding,
+            head=_Group(self._outside()).vectors - embedding,
         )
 
     def _outside(self, *words: str) -> list[tuple[str, Any]]:
@@ -270,22 +260,16 @@ def _made(whole: dict[str, Any]) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with warnings.catch_warnings(action="ignore"), _quiet(), torch.device("meta"):
-        made = AutoConfig.for_model(**(whole if "model_type" in whole else whole.get("text_config", whole)))
-        config = made.get_text_config(decoder=True)
-        if config is not made:  # of a model of text and more its own config says it, not that of its text
-            config.tie_word_embeddings = made.tie_word_embeddings
-        return config, AutoModelForCausalLM.from_config(config)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers logs nothing meanwhile: what it would say is about a model that is used."""
-    logger = logging.getLogger("transformers")
+    logger = logging.getLogger("transformers")  # what it logs is about a model that is used
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"), torch.device("meta"):
+            made = AutoConfig.for_model(**(whole if "model_type" in whole else whole.get("text_config", whole)))
+            config = made.get_text_config(decoder=True)
+            if config is not made:  # of a model of text and more its own config says it, not that of its text
+                config.tie_word_embeddings = made.tie_word_embeddings
+            return config, AutoModelForCausalLM.from_config(config)
     finally:
         logger.setLevel(level)
 

@@ -51,22 +51,10 @@ class Iteration(NamedTuple):
 
 
 def iteration_ms(estimated: Estimate) -> float:
-    """Predict an iteration: 1F1B, then the gradients' reduction and the optimizer's step.
+    """Predict an iteration, in ms: 1F1B, then the gradients' reduction and the optimizer's step.
 
-    Parameters
-    ----------
-    estimated
-        A model on some GPUs, with one stage a device. Whether it fits into their memory does not matter.
-
-    Returns
-    -------
-    float
-        ms.
-
-    Raises
-    ------
-    InputError
-        If a device has several stages: 1F1B has one.
+    Whether the model fits into the GPUs' memory does not matter. Raises InputError if a device has several stages: 1F1B
+    has one.
     """
     if estimated.parallelism.chunks > 1:
         raise InputError(f"chunks = {estimated.parallelism.chunks}: 1F1B has one stage a device")

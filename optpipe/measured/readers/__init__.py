@@ -8,11 +8,11 @@ from __future__ import annotations
 from optpipe.measured.readers.csv_table import CsvTable
 from optpipe.measured.readers.megatron_timers import MegatronTimers
 from optpipe.measured.readers.primus import Primus
-from optpipe.measured.readers.reader import Reader, RunFacts, Sample
 from optpipe.measured.readers.straggler import StragglerTimeline
 from optpipe.measured.readers.torch_trace import TorchTrace
+from optpipe.measured.recording import Reader, RunFacts
 
-__all__ = ["READERS", "Reader", "RunFacts", "Sample"]
+__all__ = ["READERS", "RunFacts"]
 
 # In the order in which they are asked whether they recognize a file.
 READERS: dict[str, Reader] = {

@@ -11,14 +11,13 @@ weights) or BW (both); in a table without W and BW, B is both.
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
 from optpipe.errors import InputError
 from optpipe.measured.events import read_pieces
-from optpipe.measured.readers.reader import RunFacts, Sample, each_once
-from optpipe.measured.recording import MeasuredOp, Recording, joined
+from optpipe.measured.recording import MeasuredOp, Recording, RunFacts, Sample, each_once, joined
 from optpipe.model.ops import Kind, Op
 
 OPS = ("F", "B", "W", "BW")
@@ -46,7 +45,13 @@ def _read_table(text: str, path: str) -> list[MeasuredOp]:
     lines = csv.reader(text.splitlines(), skipinitialspace=True)
     try:
         places = {name.strip().lower(): n for n, name in enumerate(next(lines, []))}
-        _require_columns(places, path)
+        missing = [name for name in NEEDED if name not in places]
+        if not missing and "duration_ms" not in places:
+            missing = [name for name in ("start_ms", "end_ms") if name not in places]
+        if missing:
+            raise InputError(
+                f"{path}, line 1: no column {missing[0]}: stage, op, microbatch, start_ms, end_ms are expected"
+            )
         columns = [(name, places[name]) for name in COLUMNS if name in places]  # of others a table may have many
         return [
             _measured_op(
@@ -57,16 +62,6 @@ def _read_table(text: str, path: str) -> list[MeasuredOp]:
         ]
     except csv.Error as error:
         raise InputError(f"{path}, line {lines.line_num}: no line of a table: {error}") from None
-
-
-def _require_columns(columns: Collection[str], path: str) -> None:
-    missing = [name for name in NEEDED if name not in columns]
-    if not missing and "duration_ms" not in columns:
-        missing = [name for name in ("start_ms", "end_ms") if name not in columns]
-    if missing:
-        raise InputError(
-            f"{path}, line 1: no column {missing[0]}: stage, op, microbatch, start_ms, end_ms are expected"
-        )
 
 
 def _measured_op(row: dict[str, str], what: str) -> MeasuredOp:

@@ -11,13 +11,22 @@ Ranks of a pipeline's device stand one after the other, as in Megatron's default
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from optpipe.errors import InputError
 from optpipe.measured.events import read_pieces
-from optpipe.measured.readers.reader import RunFacts, Sample, each_once
-from optpipe.measured.recording import SHAPES, MeasuredOp, Recording, require_sizes, stage_of
+from optpipe.measured.recording import (
+    SHAPES,
+    MeasuredOp,
+    Recording,
+    RunFacts,
+    Sample,
+    each_once,
+    require_sizes,
+    stage_of,
+)
 from optpipe.model.ops import Kind, Op
 
 TIMERS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
@@ -27,9 +36,7 @@ _LINE = re.compile(  # tries no part of a line twice: one of a hostile log may h
     r"(?<![\w.-])(?P<name>[a-z][\w.-]*+):\s*$|rank\s+(?P<rank>\d{1,9}):\s+(?P<ms>\d+(?:\.\d+)?)\s*$"
 )
 
-
-Texts = Sequence[tuple[str, str]]  # of logs with their names, the iterations of one after those of the other
-ByTimer = dict[str, dict[int, list[float]]]  # by timer and rank, in ms
+Timers = Mapping[tuple[str, int], list[float]]  # by timer and rank, the ms of each iteration
 Totals = dict[Kind, list[list[float]]]  # by device, of each iteration: the ms of all ops of a kind
 
 
@@ -46,43 +53,37 @@ class MegatronTimers:
         if facts.microbatches is None:
             raise InputError("microbatches is missing: Megatron's log does not say how many a step has")
         texts = [(str(path), "".join(read_pieces(path))) for path in each_once(paths)]
-        by_timer, unused = _by_timer(texts)
-        totals = _totals(by_timer, texts[0][0], facts.microbatches, facts.devices, facts.chunks)
-        where = _devices_of_stages(len(totals[Kind.F]), facts.chunks, facts.shape or SHAPES[0])
+        timers, unused = _timers(texts)
+        totals = _totals(timers, texts[0][0], facts.microbatches, facts.devices, facts.chunks)
+        devices, shape = len(totals[Kind.F]), facts.shape or SHAPES[0]
+        placed = {stage_of(d, chunk, devices, shape): d for d in range(devices) for chunk in range(facts.chunks)}
         share = facts.microbatches * facts.chunks
         steps = min(len(ms) for by_device in totals.values() for ms in by_device)
-        first = max(0, steps - max(1, MOST_OPS // (2 * len(where) * facts.microbatches)))
+        first = max(0, steps - max(1, MOST_OPS // (2 * len(placed) * facts.microbatches)))
         if first:
             unused.append(f"the first {first} of {steps} iterations: the last ones have ops enough")
         ops = [
             MeasuredOp(Op(kind, s, j), d, step, by_device[d][step] / share, rank=d)
             for kind, by_device in totals.items()
-            for s, d in enumerate(where)
+            for s, d in sorted(placed.items())
             for step in range(first, steps)
             for j in range(facts.microbatches)
         ]
         unused.append("how times differ among the micro-batches of an iteration: the log has sums only")
         if facts.shape is None and facts.chunks > 1:
             unused.append("how chunks lie: looped; give --shape")
-        whole = zip(*by_timer.get(PIPELINE, {}).values(), strict=False)
+        whole = zip(*(ms for (name, _), ms in timers.items() if name == PIPELINE), strict=False)
         return Recording(ops, tuple(unused), spans_ms={step: max(ms) for step, ms in enumerate(whole)})
 
 
-def _devices_of_stages(devices: int, chunks: int, shape: str) -> list[int]:
-    where = [0] * (devices * chunks)
-    for device in range(devices):
-        for chunk in range(chunks):
-            where[stage_of(device, chunk, devices, shape)] = device
-    return where
-
-
-def _totals(by_timer: ByTimer, path: str, microbatches: int, devices: int | None, chunks: int) -> Totals:
+def _totals(timers: Timers, path: str, microbatches: int, devices: int | None, chunks: int) -> Totals:
+    names = {name for name, _ in timers}
     for name in TIMERS:
-        if name not in by_timer:
+        if name not in names:
             raise InputError(
                 f"{path}: no times of {name} by rank: run Megatron with --timing-log-level 2 --timing-log-option all"
             )
-    ranks = 1 + max(rank for name in TIMERS for rank in by_timer[name])
+    ranks = 1 + max(rank for name, rank in timers if name in TIMERS)
     devices = devices or ranks
     require_sizes(devices * chunks, devices, microbatches)
     if ranks % devices:
@@ -91,43 +92,40 @@ def _totals(by_timer: ByTimer, path: str, microbatches: int, devices: int | None
     for name, kind in TIMERS.items():
         for device in range(devices):
             ranks_of_device = range(device * ranks // devices, (device + 1) * ranks // devices)
-            missing = next((rank for rank in ranks_of_device if rank not in by_timer[name]), None)
+            missing = next((rank for rank in ranks_of_device if (name, rank) not in timers), None)
             if missing is not None:
                 raise InputError(f"{path}: no time of {name} on rank {missing}")
-            steps = zip(*(by_timer[name][rank] for rank in ranks_of_device), strict=False)
-            totals[kind].append([max(ms) for ms in steps])
+            totals[kind].append(
+                [max(ms) for ms in zip(*(timers[name, rank] for rank in ranks_of_device), strict=False)]
+            )
     return totals
 
 
-def _by_timer(texts: Texts) -> tuple[ByTimer, list[str]]:
-    """For every timer and rank the times in the logs, and what is left out as a log was cut off, one sentence each.
+def _timers(texts: Sequence[tuple[str, str]]) -> tuple[Timers, list[str]]:
+    """The times in logs, each with its name, the iterations of one after those of the other; and what is left out as a
+    log was cut off, one sentence each.
 
     Raises InputError if these are not logs of one run.
     """
-    times: ByTimer = {}
+    timers: dict[tuple[str, int], list[float]] = defaultdict(list)
     cut_off = list[str]()
-    logs = [(path, _by_timer_of_log(text)) for path, text in texts]
+    logs = [(path, _timers_of_log(text)) for path, text in texts]
     for n, (path, log) in enumerate(logs):
         for other, before in logs[:n]:
             if log == before:
                 raise InputError(f"{path}: the same times as in {other}: each log once is expected")
-            if _ranks(log) != _ranks(before):
+            if log.keys() != before.keys():
                 raise InputError(f"{path}: not the timers and ranks of {other}: logs of one run are expected")
-        counts = {len(ms) for by_rank in log.values() for ms in by_rank.values()}
-        if len(counts) > 1:
-            cut_off.append(f"iterations of {path} from {1 + min(counts)} on: not all timers of all ranks have them")
-        for name, by_rank in log.items():
-            for rank, ms in by_rank.items():
-                times.setdefault(name, {}).setdefault(rank, []).extend(ms[: min(counts)])
-    return times, cut_off
+        whole = min((len(ms) for ms in log.values()), default=0)
+        if any(len(ms) > whole for ms in log.values()):
+            cut_off.append(f"iterations of {path} from {1 + whole} on: not all timers of all ranks have them")
+        for key, ms in log.items():
+            timers[key] += ms[:whole]
+    return timers, cut_off
 
 
-def _ranks(log: ByTimer) -> dict[str, set[int]]:
-    return {name: set(by_rank) for name, by_rank in log.items()}
-
-
-def _by_timer_of_log(text: str) -> ByTimer:
-    times: ByTimer = {}
+def _timers_of_log(text: str) -> Timers:
+    timers: dict[tuple[str, int], list[float]] = defaultdict(list)
     name = ""
     for line in text.splitlines():
         if not (match := _LINE.search(line)):
@@ -135,5 +133,5 @@ def _by_timer_of_log(text: str) -> ByTimer:
         if match["name"]:
             name = match["name"]
         elif name in TIMERS or name == PIPELINE:
-            times.setdefault(name, {}).setdefault(int(match["rank"]), []).append(float(match["ms"]))
-    return times
+            timers[name, int(match["rank"])].append(float(match["ms"]))
+    return timers

@@ -16,8 +16,7 @@ from optpipe.errors import InputError
 from optpipe.files import parse_json
 from optpipe.measured.events import read_pieces
 from optpipe.measured.messages import impossible
-from optpipe.measured.readers.reader import RunFacts, Sample
-from optpipe.measured.recording import SHAPES, ChunkOp, Recording, require_sizes
+from optpipe.measured.recording import SHAPES, ChunkOp, Recording, RunFacts, Sample, require_sizes
 from optpipe.measured.steps import divided_by_step
 from optpipe.model.ops import Kind
 
@@ -37,11 +36,13 @@ class Primus:
     name = "primus"
 
     def recognize(self, sample: Sample) -> bool:
-        names = {name for name in sample.names if name.startswith("pp_rank_")}
-        return bool(names) or sample.path.name == "config.json"
+        return sample.path.name == "config.json" or any(name.startswith("pp_rank_") for name in sample.names)
 
     def read(self, paths: Sequence[Path], facts: RunFacts) -> Recording:
-        folder = _folder_of(paths)
+        folders = {path if path.is_dir() else path.parent for path in paths}
+        folder = folders.pop()
+        if folders or not (paths[0].is_dir() or (folder / "config.json").is_file()):
+            raise InputError(f"{paths[0]}: the folder that dump_pp_data writes is expected")
         config = _content(folder / "config.json")
         try:
             sizes = Sizes(int(config["pp_size"]), int(config["vp_size"]), int(config["num_mbs"]))
@@ -68,14 +69,6 @@ class Primus:
         return recording._replace(unused=unused + recording.unused)
 
 
-def _folder_of(paths: Sequence[Path]) -> Path:
-    folders = {path if path.is_dir() else path.parent for path in paths}
-    folder = folders.pop()
-    if folders or not (paths[0].is_dir() or (folder / "config.json").is_file()):
-        raise InputError(f"{paths[0]}: the folder that dump_pp_data writes is expected")
-    return folder
-
-
 def _content(path: Path) -> Any:
     if not path.is_file():
         raise InputError(f"{path.name} is missing: all files that dump_pp_data writes are expected")
@@ -84,12 +77,11 @@ def _content(path: Path) -> Any:
 
 def _place(ops: Sequence[ChunkOp], sizes: Sizes, shape: str | None) -> Recording:
     """The ops on their stages; where no shape is given, on those that wait for each other."""
-    shapes = SHAPES if sizes.chunks > 1 else SHAPES[:1]
-    placed = {name: [op.on_stage(sizes.devices, name) for op in ops] for name in shapes}
-    wrong = {name: impossible(divided_by_step(placed[name]).values()) for name in shapes}
-    fitting = [name for name in shapes if wrong[name] is None]
+    placed = {name: [op.on_stage(sizes.devices, name) for op in ops] for name in SHAPES}
     if sizes.chunks == 1:
-        return Recording(placed[shapes[0]])
+        return Recording(placed["looped"])
+    wrong = {name: impossible(list(divided_by_step(placed[name]).values())) for name in SHAPES}
+    fitting = [name for name in SHAPES if wrong[name] is None]
     if shape is None:
         if not fitting:
             raise InputError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.measured.events import Events, read_pieces
-from optpipe.measured.readers.reader import RunFacts, Sample, each_once
-from optpipe.measured.recording import ChunkOp, Recording, joined, require_sizes
+from optpipe.measured.recording import ChunkOp, Recording, RunFacts, Sample, each_once, joined, require_sizes
 from optpipe.model.ops import Kind
 
 KINDS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
 MOST = 10**9  # no step, rank or micro-batch has a larger number
 _REPLICA, _RANK = re.compile(r"DP rank \[?(\d{1,9})\]?"), re.compile(r"PP rank (\d{1,9}), TP rank (\d{1,9})")
-
 
 Thread = tuple[str, str]  # and its process before it
 
@@ -65,7 +63,10 @@ class StragglerTimeline:
                 )
         tensors = [tensor for file in by_file for tensor, _ in file.ops]
         first = min(tensors)
-        unused = list(_unused(others))
+        unused = []
+        if counted := [f"{count} {name:.40}" for name, count in sorted(others.items())]:
+            more = f" and {len(counted) - 20} others" if len(counted) > 20 else ""
+            unused.append(f"what is no op: {', '.join(counted[:20])}{more}")
         if doubled := len(tensors) - tensors.count(first):
             unused.append(f"{doubled} ops of other tensor parallel ranks than {first}: all compute the same ops")
         kept = [(file.path, [op for tensor, op in file.ops if tensor == first]) for file in by_file]
@@ -158,11 +159,3 @@ def _time(event: Mapping[str, Any], name: str, what: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
         raise InputError(f"{what}: {name} = {value!r:.40}: a time in us is expected")
     return float(value)
-
-
-def _unused(others: Counter[str]) -> Iterator[str]:
-    """Yields a sentence on what else was measured."""
-    counted = [f"{count} {name:.40}" for name, count in sorted(others.items())]
-    if counted:
-        more = f" and {len(counted) - 20} others" if len(counted) > 20 else ""
-        yield f"what is no op: {', '.join(counted[:20])}{more}"

@@ -18,8 +18,7 @@ from optpipe.formats.torch_csv import ACTION, BY_LETTER
 from optpipe.model.ops import Kind, Op
 
 DEVICE, HOST = "gpu_user_annotation", "user_annotation"
-_RANGE = re.compile(rf"PP:{ACTION.pattern}")
-_PAIR = re.compile(rf"PP:\({ACTION.pattern};{ACTION.pattern}\)OVERLAP_F_B")
+_RANGE = re.compile(rf"PP:({ACTION.pattern}|\({ACTION.pattern};{ACTION.pattern}\)OVERLAP_F_B)")  # an op, or a pair
 _MESSAGE = re.compile(r"PP:(\d{1,9})(SEND_F|RECV_B|SEND_B|RECV_F)\d{1,9}")
 _NEIGHBOUR = {"SEND_F": 1, "RECV_B": 1, "SEND_B": -1, "RECV_F": -1}
 _COMMUNICATION = ("c10d::", "nccl:", "gloo:", "record_param_comms")
@@ -92,15 +91,8 @@ def find_ranges(events: Sequence[Any], path: str) -> dict[Any, Ranges]:
 
 def _ops_named(name: str) -> tuple[Op, ...]:
     """The ops that a range is of; none for another name."""
-    if match := _RANGE.fullmatch(name):
-        return (_op(*match.groups()),)
-    if match := _PAIR.fullmatch(name):
-        return _op(*match.groups()[:3]), _op(*match.groups()[3:])
-    return ()
-
-
-def _op(stage: str, letter: str, microbatch: str) -> Op:
-    return Op(BY_LETTER[letter], int(stage), int(microbatch))
+    actions = ACTION.findall(name) if _RANGE.fullmatch(name) else ()
+    return tuple(Op(BY_LETTER[letter], int(stage), int(microbatch)) for stage, letter, microbatch in actions)
 
 
 def _by_process(spans: Iterable[dict[str, Any]]) -> dict[Any, list[_Range]]:

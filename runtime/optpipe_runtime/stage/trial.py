@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optpipe.measured.measurements import MeasuredTimes
+from optpipe.measured.estimate import MeasuredTimes
 from optpipe.model.ops import Kind
 from optpipe_runtime.memory.clock import Clock
 from optpipe_runtime.memory.engines import Handle

@@ -11,8 +11,7 @@ from optpipe.model.figures import one_for_all
 from optpipe.model.placement import NAMES
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.transformer.estimate import Estimate
-from optpipe.transformer.memory import MEASURED_PEAKS
+from optpipe.transformer.estimate import MEASURED_PEAKS, Estimate
 from optpipe_solver.bounds.least_memory import least_memory
 
 ROOMY = 2**50  # bytes, more than any GPU needs
