@@ -68,23 +68,31 @@ class _Thread(NamedTuple):
         return range(bisect_left(self.begins, begin), bisect_left(self.begins, end))
 
 
-def find_ranges(events: Sequence[Any], path: str) -> dict[Any, Ranges]:
+def find_ranges(spans: Sequence[dict[str, Any]], path: str) -> dict[Any, Ranges]:
     """The ranges of each process that has some: of each GPU, or if none are on a GPU, of each process of the host.
 
     Raises InputError for a range whose ops cannot be told apart, and for a stage that only the host has ranges of.
     """
-    spans = [each for each in events if isinstance(each, dict) and each.get("ph") == "X" and "dur" in each]
     named = [each for each in spans if each.get("cat") in (DEVICE, HOST) and _ops_named(str(each.get("name")))]
     on_device = _by_process(each for each in named if each["cat"] == DEVICE)
     on_host = _by_process(each for each in named if each["cat"] == HOST)
-    threads = _threads(spans)
     messages = [match.groups() for each in spans if (match := _MESSAGE.fullmatch(str(each.get("name"))))]
     neighbours = {int(stage) + _NEIGHBOUR[way] for stage, way in messages}
     if on_device:
-        _require_device_ranges(on_device, on_host, path)
         host_ops = {op for ranges in on_host.values() for each in ranges for op in each.ops}
+        of_devices = [each for ranges in on_device.values() for each in ranges]
+        if pair := next((each for each in of_devices if len(each.ops) > 1), None):
+            raise InputError(
+                f"{path}: {pair.name[:40]}: a pair has one range on a GPU, in which the times of its two ops cannot be "
+                "told apart"
+            )
+        if missing := {op.stage for op in host_ops} - {each.ops[0].stage for each in of_devices}:
+            raise InputError(
+                f"{path}: stage {min(missing)} has ranges on the host and none on a GPU, where others have some"
+            )
         ran = {process: _device_ops(ranges, host_ops) for process, ranges in on_device.items()}
     else:
+        threads = _threads(spans)
         ran = {process: _host_ops(ranges, threads[process], path) for process, ranges in on_host.items()}
     return {process: Ranges(ops, neighbours, not on_device, unused) for process, (ops, unused) in ran.items()}
 
@@ -104,21 +112,6 @@ def _by_process(spans: Iterable[dict[str, Any]]) -> dict[Any, list[_Range]]:
     for ranges in by_process.values():
         ranges.sort(key=lambda each: (each.begin, each.end))
     return by_process
-
-
-def _require_device_ranges(on_device: dict[Any, list[_Range]], on_host: dict[Any, list[_Range]], path: str) -> None:
-    for each in (each for ranges in on_device.values() for each in ranges if len(each.ops) > 1):
-        raise InputError(
-            f"{path}: {each.name[:40]}: a pair has one range on a GPU, in which the times of its two ops cannot be "
-            "told apart"
-        )
-    stages = [
-        {op.stage for ranges in side.values() for each in ranges for op in each.ops} for side in (on_host, on_device)
-    ]
-    if missing := stages[0] - stages[1]:
-        raise InputError(
-            f"{path}: stage {min(missing)} has ranges on the host and none on a GPU, where others have some"
-        )
 
 
 def _device_ops(ranges: Sequence[_Range], host_ops: set[Op]) -> tuple[list[RanOp], tuple[str, ...]]:

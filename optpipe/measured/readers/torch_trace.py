@@ -28,7 +28,7 @@ NO_RANGE = (
     "optpipe_runtime.name_ranges(stage) before the profile"
 )
 CATEGORIES = (DEVICE, HOST, "cpu_op")  # of the events that are used
-FIELDS = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
+FIELDS = ("cat", "name", "pid", "tid", "ts", "dur")
 _PIPELINE = re.compile(r".*(?<![a-z])pp(?![a-z]).*")  # such as mesh_pp, as DeviceMesh names it
 _SAME_OPS = re.compile(r"(mesh_)?(tp|cp)")  # tensor and context parallel ranks
 
@@ -40,25 +40,12 @@ class Process(NamedTuple):
     file: str
     rank: int
     ranges: Ranges
-    content: dict[str, Any]  # of its file
+    distributed: dict[str, Any]  # what its file says of the run
+    base_ms: float  # the moment from which the times of its ops count
 
     @property
     def folder(self) -> str:
         return self.file.replace("\\", "/").rpartition("/")[0]
-
-    @property
-    def distributed(self) -> dict[str, Any]:
-        """What the trace says of the run."""
-        info = self.content.get("distributedInfo")
-        return info if isinstance(info, dict) else {}
-
-    @property
-    def base_ms(self) -> float:
-        """The moment from which the times of its ops count."""
-        try:
-            return int(self.content.get("baseTimeNanoseconds", 0)) / 1e6
-        except (TypeError, ValueError, OverflowError):
-            return 0.0
 
     @property
     def span_ms(self) -> tuple[float, float]:
@@ -88,7 +75,7 @@ class TorchTrace:
 
     def read(self, paths: Sequence[Path], facts: RunFacts) -> Recording:
         files = each_once(file for path in paths for file in (traces_in(path) if path.is_dir() else [path]))
-        processes = [process for n, file in enumerate(files) for process in _processes(_load(file), n, str(file))]
+        processes = [process for n, file in enumerate(files) for process in _processes(file, n)]
         processes.sort(key=lambda process: (process.rank, process.ranges.ops[0].op.stage))
         unused = dict.fromkeys(sentence for process in processes for sentence in process.ranges.unused)
         kept, left_out = _one_of_equals(processes)
@@ -108,10 +95,10 @@ class TorchTrace:
         return Recording(ops, (*unused, *left_out), on_host)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """The fields of the trace, with the events that are used of it."""
+def _processes(path: Path, place: int) -> Iterator[Process]:
+    """Those of one file, which are several in traces that were put together."""
     events = Events(read_pieces(path), str(path))
-    used = [
+    spans = [
         {field: event[field] for field in FIELDS if field in event}
         for event in events
         if event.get("ph") == "X" and "dur" in event
@@ -119,22 +106,22 @@ def _load(path: Path) -> dict[str, Any]:
     ]
     if not events.listed:
         raise InputError(f"{path}: no trace of torch.profiler: JSON with traceEvents is expected")
-    return {**events.rest, "traceEvents": used}
-
-
-def _processes(content: dict[str, Any], place: int, path: str) -> Iterator[Process]:
-    """Those of one file, which are several in traces that were put together."""
     try:
-        by_process = find_ranges(content["traceEvents"], path)
+        by_process = find_ranges(spans, str(path))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{path}: not as torch.profiler writes it: {error}") from None
     if not by_process:
         raise InputError(NO_RANGE.format(path))
+    try:
+        base_ms = int(events.rest.get("baseTimeNanoseconds", 0)) / 1e6
+    except (TypeError, ValueError, OverflowError):
+        base_ms = 0.0
+    info = events.rest.get("distributedInfo")
+    distributed = info if isinstance(info, dict) else {}
+    rank = distributed.get("rank")  # without one, ranks are in the order of their files
     for number, ranges in by_process.items():
-        name = path if len(by_process) == 1 else f"{path} (process {number})"
-        process = Process(name, path, place, ranges, content)
-        rank = process.distributed.get("rank")  # without one, ranks are in the order of their files
-        yield process._replace(rank=rank) if isinstance(rank, int) else process
+        name = str(path) if len(by_process) == 1 else f"{path} (process {number})"
+        yield Process(name, str(path), rank if isinstance(rank, int) else place, ranges, distributed, base_ms)
 
 
 def _measured_ops(process: Process, device: int, replica: int) -> list[MeasuredOp]:
