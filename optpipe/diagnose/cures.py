@@ -72,7 +72,7 @@ def find_cures(
     facts: UserFacts,
     stack: Stack,
     limits: SolveArguments | None,
-    report: Progress = lambda _: None,
+    report: Progress,
 ) -> Cures:
     """Try what may cure the causes of the losses, published schedules of the stack among it.
 
@@ -83,12 +83,10 @@ def find_cures(
     batches = [batch_of(runs, losses.healthy_ms, step, facts) for step in chosen]
     search = _Search(runs, losses, facts, stack, batches, [batch.predict(Change()) for batch in batches])
     causes = {part.name for part in losses.causes}
-    tried = dict(_changes(search, causes))
-    schedules: list[tuple[str, Schedule]] = []
+    tried = search.changes(causes)
     if runs.devices > 1:
         report(f"schedules for {stack}")
-        schedules = search.schedules(tried["layers"].placement if "layers" in tried else None, limits)
-        tried |= {name: Change(placement=each.placement, schedule=each) for name, each in schedules}
+        tried |= search.schedules(tried["layers"].placement if "layers" in tried else None, limits)
     cures = []
     for name, change in tried.items():
         report(name)
@@ -99,25 +97,7 @@ def find_cures(
     if (together := search.together({cure.name: tried[cure.name] for cure in cures})) and together.gain >= LEAST + most:
         cures.insert(0, together)
     before = search.today[-1].slowest
-    return Cures(tuple(chosen), tuple(cures), before, _activations(before), tuple(_asked(search, causes)))
-
-
-def _changes(search: _Search, causes: set[str]) -> list[tuple[str, Change]]:
-    """What may cure these causes, apart from schedules."""
-    changes: list[tuple[str, Change]] = []
-    if search.losses.slow_devices:
-        changes.append(("device", Change(healthy=True)))
-    if "stages" in causes and search.facts.layers:
-        chunks = len(search.runs.where) // search.runs.devices
-        placement = Placement.balanced(typical(search.batches[-1], None), chunks)
-        if placement.along(search.runs.where) == list(search.runs.where):
-            changes.append(("layers", Change(placement=placement)))
-    if causes & {"micro-batches", "replicas"}:
-        changes.append(("order", Change(entry="order")))
-        changes.append(("steps", Change(own_schedules=True)))
-        if len(search.runs.replicas) > 1:
-            changes.append(("spread", Change(entry="spread")))
-    return changes
+    return Cures(tuple(chosen), tuple(cures), before, _activations(before), tuple(search.asked(causes)))
 
 
 class _Search(NamedTuple):
@@ -128,7 +108,21 @@ class _Search(NamedTuple):
     batches: Sequence[StepBatch]
     today: Sequence[Outcome]
 
-    def schedules(self, placement: Placement | None, limits: SolveArguments | None) -> list[tuple[str, Schedule]]:
+    def changes(self, causes: set[str]) -> dict[str, Change]:
+        """What may cure these causes, apart from schedules."""
+        changes = {"device": Change(healthy=True)} if self.losses.slow_devices else {}
+        if "stages" in causes and self.facts.layers:
+            chunks = len(self.runs.where) // self.runs.devices
+            placement = Placement.balanced(typical(self.batches[-1], None), chunks)
+            if placement.along(self.runs.where) == list(self.runs.where):
+                changes["layers"] = Change(placement=placement)
+        if causes & {"micro-batches", "replicas"}:
+            changes |= {"order": Change(entry="order"), "steps": Change(own_schedules=True)}
+            if len(self.runs.replicas) > 1:
+                changes["spread"] = Change(entry="spread")
+        return changes
+
+    def schedules(self, placement: Placement | None, limits: SolveArguments | None) -> dict[str, Change]:
         """For micro-batches that are all alike: the best published schedules of the stack, on today's stages and on
         others, and the solver's."""
         batch = self.batches[len(self.batches) // 2]
@@ -136,26 +130,22 @@ class _Search(NamedTuple):
         keep = not self.facts.layers and len(self.runs.where) > self.runs.devices  # chunks whose layers are not known
         rows = compare(problem, METHODS[self.stack], placements="keep" if keep else "all").rows
         published = [
-            schedule
+            Change(placement=schedule.placement, schedule=schedule)
             for row in rows
-            if row.schedule and (row.fits or self.facts.memory is None)  # what it needs is told
+            if row.schedule and (row.fits or self.facts.memory is None)  # the report shows what it needs
             for schedule in self._divided(batch, row.schedule)
             if schedule.placement or schedule.programs != ran.programs
         ]
-
-        def predicted_ms(schedule: Schedule) -> float:
-            return batch.predict(Change(placement=schedule.placement, schedule=schedule)).ms
-
-        schedules = []
+        changes = {}
         for name, in_chunks in (("published", False), ("chunks", True)):
             if of_kind := [each for each in published if (each.placement is not None) == in_chunks]:
-                schedules.append((name, min(of_kind, key=predicted_ms)))
+                changes[name] = min(of_kind, key=lambda change: batch.predict(change).ms)
         if limits:
             limits = {**limits, "placements": "all" if self.facts.layers else "keep"}
             ours = solve(problem, warm_start=ran.on(problem), **limits).schedule
             if ours and (ours.placement or ours.programs != ran.programs):
-                schedules.append(("ours", ours))
-        return schedules
+                changes["ours"] = Change(placement=ours.placement, schedule=ours)
+        return changes
 
     def _divided(self, batch: StepBatch, schedule: Schedule) -> Iterator[Schedule]:
         """Yields the schedule on its stages, if their layers are known, and on even ones."""
@@ -199,28 +189,28 @@ class _Search(NamedTuple):
         cures = [cure for way in ways if (cure := self.cure("together", way))]
         return min(cures, key=lambda cure: float(cure.ms.sum()), default=None)
 
+    def asked(self, causes: set[str]) -> list[str]:
+        """What would help, and is not known."""
+        asked = []
+        if "stages" in causes and not self.facts.layers:
+            spared = next(part for part in self.losses.parts if part.name == "stages").mean_ms
+            asked.append(
+                "--layers N,N,... how many layers each stage has: other divisions can spare up to "
+                f"{spared:.4g} ms a step"
+            )
+        if self.facts.memory is None:
+            held = max(_activations(self.today[-1].slowest))
+            asked.append(
+                f"--memory N: how many activations of a stage a device may hold; the fullest held {held:g}, and our "
+                "schedules hold no more on any device"
+            )
+        if self.facts.weight_share is None and not (self.runs.kind == int(Kind.W)).any():
+            asked.append(
+                "--weight-share X: the share of W in a backward, which was measured whole; without it a split backward "
+                "gains nothing"
+            )
+        return asked
+
 
 def _activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(round(peak.bytes / ACTIVATION, 2) for peak in schedule.compiled.certificate.device)
-
-
-def _asked(search: _Search, causes: set[str]) -> list[str]:
-    """What would help, and is not known."""
-    asked = []
-    if "stages" in causes and not search.facts.layers:
-        spared = next(part for part in search.losses.parts if part.name == "stages").mean_ms
-        asked.append(
-            f"--layers N,N,... how many layers each stage has: other divisions can spare up to {spared:.4g} ms a step"
-        )
-    if search.facts.memory is None:
-        held = max(_activations(search.today[-1].slowest))
-        asked.append(
-            f"--memory N: how many activations of a stage a device may hold; the fullest held {held:g}, and our "
-            "schedules hold no more on any device"
-        )
-    if search.facts.weight_share is None and not (search.runs.kind == int(Kind.W)).any():
-        asked.append(
-            "--weight-share X: the share of W in a backward, which was measured whole; without it a split backward "
-            "gains nothing"
-        )
-    return asked

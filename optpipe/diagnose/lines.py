@@ -67,7 +67,11 @@ def lines_of(
         titles.append(f"divide the layers anew: {' '.join(map(str, change.placement.layers))}")
         lines += _layers(change.placement, stack)
     if change.schedule:
-        titles.append(_schedule_title(change.schedule, stack, layered))
+        placement = change.schedule.placement
+        if placement and not layered:
+            placement = placement.model_copy(update={"layers": None})
+        name = NAMES[stack].get(change.schedule.method, "a schedule of OptPipe")
+        titles.append(f"run {name}{f' with {placement}' if placement else ''}")
         lines += _schedule_lines(change.schedule, stack, layered, file)
     return "; ".join(titles), tuple(lines)
 
@@ -81,16 +85,6 @@ def file_of(schedule: Schedule, stack: Stack, name: str) -> tuple[str, str] | No
         return name + ending, export(schedule, form).text
     except OptPipeError:
         return f"{name}.json", export(schedule, "json").text
-
-
-def _schedule_title(schedule: Schedule, stack: Stack, layered: bool) -> str:
-    placement = schedule.placement
-    if placement and not layered:
-        placement = placement.model_copy(update={"layers": None})
-    chunks = f" with {placement}" if placement else ""
-    if published := NAMES[stack].get(schedule.method):
-        return f"run {published}{chunks}"
-    return f"run a schedule of OptPipe{chunks}"
 
 
 def _schedule_lines(schedule: Schedule, stack: Stack, layered: bool, file: str) -> list[str]:

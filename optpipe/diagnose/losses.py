@@ -122,8 +122,12 @@ def explain(runs: Runs) -> Losses:
         Loss(name, before - after, name not in ("unexplained", "bubble"))
         for name, before, after in zip(NAMES, lengths, lengths[1:], strict=False)
     ]
-    stages = tuple(_uneven(runs, even["micro-batches"]))
-    return Losses(runs.steps, measured, replayed, (*parts, Loss("work", work, False)), tuple(slow), stages, healthy)
+    stages_ms = np.zeros((len(runs.step), len(runs.where)))
+    np.add.at(stages_ms, (runs.run, runs.stage), even["micro-batches"])
+    times = np.median(stages_ms / stages_ms.mean(axis=1, keepdims=True), axis=0)
+    longest = [(s, float(times[s])) for s in np.argsort(-times, kind="stable").tolist()]
+    uneven = tuple((s, factor) for s, factor in longest if factor > 1 + UNEVEN)
+    return Losses(runs.steps, measured, replayed, (*parts, Loss("work", work, False)), tuple(slow), uneven, healthy)
 
 
 def find_slow_devices(runs: Runs) -> tuple[list[SlowDevice], Floats]:
@@ -235,12 +239,3 @@ def _key(major: Ints, minor: Ints) -> Ints:
     """A number for each pair."""
     key: Ints = major * (int(minor.max()) + 1) + minor
     return key
-
-
-def _uneven(runs: Runs, ms: Floats) -> list[tuple[int, float]]:
-    """Stages that take longer than the mean stage, by how many times, the longest first."""
-    totals = np.zeros((len(runs.step), len(runs.where)))
-    np.add.at(totals, (runs.run, runs.stage), ms)
-    times = np.median(totals / totals.mean(axis=1, keepdims=True), axis=0)
-    long = [(s, float(times[s])) for s in np.argsort(-times, kind="stable").tolist()]
-    return [(s, factor) for s, factor in long if factor > 1 + UNEVEN]

@@ -96,7 +96,13 @@ def find_training_steps(ops: Sequence[MeasuredOp], only: int | None = None) -> T
     Raises InputError if there is none, if an op is there twice in a step, or if stages and devices have gaps.
     """
     _require_possible(ops)
-    where = _devices_of_stages(ops)
+    devices: dict[int, int] = {}
+    for each in ops:
+        if devices.setdefault(each.op.stage, each.device) != each.device:
+            raise InputError(f"stage {each.op.stage} is on device {devices[each.op.stage]} and on {each.device}")
+    if idle := set(range(1 + max(devices.values()))) - set(devices.values()):
+        raise InputError(f"device {min(idle)} has no op: devices are numbered from 0")
+    where = tuple(devices[s] for s in range(len(devices)))
     steps = divided_by_step(ops)
     training: dict[int, Step] = {
         n: step for n, step in sorted(steps.items()) if any(each.op.kind in BACKWARDS for each in step)
@@ -224,16 +230,6 @@ def _require_possible(ops: Sequence[MeasuredOp]) -> None:
             forwards = all(kind is Kind.F for kind, _ in measured)
             hint = "; these are forwards only, as in an evaluation" if forwards else ""
             raise InputError(f"no backward of stage {s} was measured: a BW, or a B and a W, is expected{hint}")
-
-
-def _devices_of_stages(ops: Sequence[MeasuredOp]) -> tuple[int, ...]:
-    where: dict[int, int] = {}
-    for each in ops:
-        if where.setdefault(each.op.stage, each.device) != each.device:
-            raise InputError(f"stage {each.op.stage} is on device {where[each.op.stage]} and on {each.device}")
-    if idle := set(range(1 + max(where.values()))) - set(where.values()):
-        raise InputError(f"device {min(idle)} has no op: devices are numbered from 0")
-    return tuple(where[s] for s in range(len(where)))
 
 
 def _numbered_from_0(steps: Mapping[int, Step]) -> tuple[dict[int, Step], list[str]]:

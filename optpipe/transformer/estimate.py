@@ -211,7 +211,8 @@ class Estimate:
         """
         longest = max(self.clock.reduction_ms(*count_weights(self._share, pieces)) for pieces in self._device_pieces)
         is_copied = self.shape.tied and self.order[0] != self.order[-1]
-        return longest + is_copied * self.clock.tied_ms(self.shape.embedding_matrix / self.parallelism.tp)
+        tied_bytes = self.run.gradient_bytes * (self.shape.embedding_matrix / self.parallelism.tp)
+        return longest + is_copied * self.clock.links.transfer_ms(tied_bytes)
 
     @cached_property
     def optimizer_ms(self) -> float:

@@ -143,7 +143,12 @@ def read_iterations(text: str, what: str = "rows", vocabulary: int = GPT_VOCABUL
 
 
 def _iteration(row: Mapping[str, Any], what: str, vocabulary: int) -> Iteration:
-    number = {name: _whole(row, column, what) for name, column in COLUMNS.items()}
+    number = dict[str, int]()
+    for name, column in COLUMNS.items():
+        value = _positive(row, column, what)
+        if value != int(value):
+            raise InputError(f"{what}: {column} = {row[column]!r}: expected a whole number")
+        number[name] = int(value)
     tp, dp, pp, size = (number[name] for name in ("tp", "dp", "pp", "size"))
     if tp * dp * pp != number["gpus"]:
         raise InputError(f"{what}: {COLUMNS['gpus']} = {number['gpus']}: expected {tp} · {dp} · {pp} = {tp * dp * pp}")
@@ -165,13 +170,6 @@ def _iteration(row: Mapping[str, Any], what: str, vocabulary: int) -> Iteration:
         Run.from_dict(run, what),
         measured,
     )
-
-
-def _whole(row: Mapping[str, Any], column: str, what: str) -> int:
-    number = _positive(row, column, what)
-    if number != int(number):
-        raise InputError(f"{what}: {column} = {row[column]!r}: expected a whole number")
-    return int(number)
 
 
 def _positive(row: Mapping[str, Any], column: str, what: str) -> float:

@@ -243,7 +243,7 @@ class Clock:
         What a tile computes grows with the depth, what it takes to begin and to end does not: at `matmul_depth` half of
         the fraction is reached.
         """
-        gpu, peak = self.gpu, peak or self._peak
+        gpu, peak = self.gpu, peak or self.peak(self.run.precision)
         computing = matmul.operations * (1 + gpu.matmul_depth / matmul.depth) / (peak * gpu.matmul_fraction) * MS
         return max(computing, self.pass_ms(self.run.value_bytes * matmul.numbers))
 
@@ -265,10 +265,6 @@ class Clock:
         collectives = ((gradients, gradients), (gradients, values), (values,), ())[self.parallelism.zero]
         return sum(self.links.replicas_ms(each, weights, expert_weights) for each in collectives)
 
-    def tied_ms(self, weights: float) -> float:
-        """Time in which the first and the last stage add the gradients of a matrix that both have."""
-        return self.links.transfer_ms(self.run.gradient_bytes * weights)
-
     def optimizer_ms(self, weights: float) -> float:
         """Time of an optimizer's step for so many weights of this GPU.
 
@@ -283,10 +279,6 @@ class Clock:
         if precision not in self.gpu.flops:
             raise InputError(f"precision = {precision}: {self.gpu.name or 'the GPU'} has {', '.join(self.gpu.flops)}")
         return self.gpu.flops[precision]
-
-    @cached_property
-    def _peak(self) -> float:
-        return self.peak(self.run.precision)
 
     @cached_property
     def _attention_peak(self) -> float:
