@@ -46,26 +46,16 @@ def read_pieces(path: str | Path) -> Iterator[str]:
 
 
 class Events:
-    """The events of a Chrome trace: of a list, or of an object's `traceEvents`. To be iterated once.
-
-    Attributes
-    ----------
-    rest
-        What else the object has.
-    listed
-        Whether there is a list of events.
-    others
-        How many entries of it are no objects, and left out.
-
-    All are complete after the last event. Iterating raises InputError if the text is not JSON.
-    """
+    """The events of a Chrome trace: of a list, or of an object's `traceEvents`. To be iterated once; the attributes are
+    complete after the last event. Iterating raises InputError if the text is not JSON."""
 
     def __init__(self, pieces: Iterable[str], path: str) -> None:
         self._pieces, self._path = iter(pieces), path
         self._text, self._at, self._before = "", 0, 0
         self._decode = json.JSONDecoder().raw_decode
-        self.rest: dict[str, Any] = {}
-        self.listed, self.others = False, 0
+        self.rest: dict[str, Any] = {}  # what else the object has
+        self.listed = False  # whether there is a list of events
+        self.others = 0  # entries of the list that are no objects, and left out
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         opening = self._next()
@@ -123,10 +113,9 @@ class Events:
         while True:
             try:
                 value, end = self._decode(self._text, self._at)
-                goes_on = cast(re.Match[str], _NUMBER.match(self._text, end)).end() == len(
-                    self._text
-                )  # a number, maybe
-                if isinstance(value, (dict, list, str)) or not goes_on or not self._more(1):
+                number_end = cast(re.Match[str], _NUMBER.match(self._text, end)).end()
+                may_go_on = not isinstance(value, (dict, list, str)) and number_end == len(self._text)
+                if not may_go_on or not self._more(1):
                     self._at = end
                     return value
             except RecursionError:

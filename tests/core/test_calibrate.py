@@ -13,27 +13,12 @@ from support.examples import examples
 from support.problems import pipeline, stage
 
 from optpipe import InputError
-from optpipe.transformer.calibrate import (
-    NAMES,
-    calibrate,
-    covariance,
-    gradient,
-    learn,
-    logarithms,
-    measured_ops,
-    with_logarithms,
-)
+from optpipe.transformer.calibrate import NAMES, calibrate, covariance, gradient, learn, logarithms, measured_ops
+from optpipe.transformer.calibrate import with_logarithms as gpu_with
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.gpu import PARAMETERS, Gpu
-from optpipe.transformer.iterations import (
-    COLUMNS,
-    MEASURED,
-    Iteration,
-    errors,
-    iteration_ms,
-    one_f_one_b_ms,
-    read_iterations,
-)
+from optpipe.transformer.iterations import COLUMNS, MEASURED, Iteration, errors, iteration_ms, one_f_one_b_ms
+from optpipe.transformer.iterations import read_iterations as read
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run
 from optpipe_solver.systems import generate
@@ -44,7 +29,7 @@ DATA = os.environ.get("OPTPIPE_ITERATIONS")
 
 
 def rows(*lines: str) -> list[Iteration]:
-    return read_iterations("\n".join((HEAD, *lines)))
+    return read("\n".join((HEAD, *lines)))
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -84,9 +69,7 @@ def test_hidden_parameters_are_found_again(seed):
     """From 40 iterations that measure 3 % wrong, three of them twice too long: others are predicted within 5 %, and
     what was learned is within a few standard deviations of what was hidden."""
     random = np.random.default_rng(seed)
-    hidden = with_logarithms(
-        GPU, logarithms(GPU) + 0.5 * random.normal(size=len(NAMES)) * np.sqrt(np.diag(covariance(GPU)))
-    )
+    hidden = gpu_with(GPU, logarithms(GPU) + 0.5 * random.normal(size=len(NAMES)) * np.sqrt(np.diag(covariance(GPU))))
     every = some_rows(60, seed)
     wrong = np.exp(0.03 * random.normal(size=60))
     wrong[:3] *= 2
@@ -164,9 +147,9 @@ def test_a_wrong_row_is_one_sentence(lines, said):
         rows(*lines)
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match=r"the column '# GPUs' is missing"):
-        read_iterations("a,b\n1,2")
+        read("a,b\n1,2")
     with pytest.raises(InputError, match=r"the column '# GPUs' is there more than once"):
-        read_iterations(f"{HEAD},# GPUs\n1,2")
+        read(f"{HEAD},# GPUs\n1,2")
     with pytest.raises(InputError, match=r"^rows: expected a table as CSV: field larger"):
         rows("1" * 200_000)
 
@@ -174,7 +157,7 @@ def test_a_wrong_row_is_one_sentence(lines, said):
 def test_columns_may_be_in_another_order_after_blanks_and_other_ends_of_lines():
     row = "16,8,1,1024,16,8,1024,2,2,4,10"
     turned = "\r\n".join(", ".join(line.split(",")[::-1]) for line in (HEAD, row))
-    assert read_iterations(turned) == rows(row)
+    assert read(turned) == rows(row)
 
 
 def test_errors_are_of_pairs_that_answer_one_question():

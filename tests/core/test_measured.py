@@ -272,22 +272,19 @@ def test_chunks_lie_looped_and_of_tensor_parallel_ranks_the_first_counts(tmp_pat
 
 
 def test_one_step_of_another_form_has_its_own_times_too(tmp_path: Path):
-    path = tmp_path / "ops.csv"
     lines = [f"0,F,{j},{(1 + j) * (1 + step)},{step}\n0,BW,{j},4,{step}\n" for step in range(3) for j in range(2)]
-    path.write_text("stage,op,microbatch,duration_ms,step\n" + "".join(lines))
-    made = problem_from("csv", path, step=1, weight_share=0.25)
+    (tmp_path / "t").write_text("stage,op,microbatch,duration_ms,step\n" + "".join(lines))
+    made = problem_from("csv", tmp_path / "t", step=1, weight_share=0.25)
     (stage,) = made.problem.stages
     assert (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms) == ((2, 4), 3, 1)
     assert "2 of 3 steps: this is step 1" in made.unused
 
 
 def test_a_fused_backward_of_one_micro_batch_divides_as_the_others_do(tmp_path: Path):
-    path = tmp_path / "ops.csv"
     rows = ("F,0,2", "B,0,3", "W,0,1", "F,1,2", "B,1,3", "W,1,1", "F,2,2", "BW,2,8")
-    path.write_text("stage,op,microbatch,duration_ms\n" + "".join(f"0,{row}\n" for row in rows))
-    (stage,) = problem_from("csv", path, step=0).problem.stages
-    figures = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
-    assert figures == (2, (3, 3, 6), (1, 1, 2))
+    (tmp_path / "t").write_text(DURATIONS + "".join(f"0,{row}\n" for row in rows))
+    (stage,) = problem_from("csv", tmp_path / "t", step=0).problem.stages
+    assert (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms) == (2, (3, 3, 6), (1, 1, 2))
 
 
 def _changed(**fields: Any) -> Callable[[list[dict[str, Any]]], Any]:

@@ -26,12 +26,20 @@ SHORT = generate("1f1b", TWO)
 
 def read(form: str, schedule: Schedule, plan: str, folder: Path, ahead: float = 0.0) -> Measurements:
     if form == "csv":
-        (folder / "ops.csv").write_text(recordings.csv_table(schedule, plan, ahead))
-        return problem_from("csv", folder / "ops.csv")
+        return of_table(recordings.csv_table(schedule, plan, ahead), folder)
     if form == "primus":
         return problem_from("primus", recordings.primus_dump(schedule, plan, folder))
     events = recordings.torch_events(schedule, plan, DEVICE if form == "gpu" else HOST, ahead)
+    return of_torch(events, folder)
+
+
+def of_torch(events: list[list[dict[str, Any]]], folder: Path) -> Measurements:
     return problem_from("torch-trace", recordings.torch_traces(events, folder))
+
+
+def of_table(text: str, folder: Path, **options: Any) -> Measurements:
+    (folder / "OPS.CSV").write_text(text, encoding="utf-8")
+    return problem_from("csv", folder / "OPS.CSV", **options)
 
 
 def require_same(found: Measurements, schedule: Schedule) -> None:
@@ -71,13 +79,13 @@ def test_ranks_with_different_numbers_of_steps_are_matched_by_their_clocks(tmp_p
     """Rank 1 was profiled one step less at the beginning."""
     events = recordings.torch_events(SHORT, "ttt", DEVICE)
     events[1] = [each for each in events[1] if each["ts"] >= 1e3 * recordings.STEP_MS]
-    found = problem_from("torch-trace", recordings.torch_traces(events, tmp_path))
+    found = of_torch(events, tmp_path)
     require_same(found, SHORT)
     assert found.unused == ("1 of 3 steps has not all ops, such as 1F0 in step 0: left out",)
     for each in events[1]:
         each["ts"] += 1e7
     with pytest.raises(InputError, match=r"rank0\.json has 3 steps, .*rank1\.json has 2, and their clocks do not say"):
-        problem_from("torch-trace", recordings.torch_traces(events, tmp_path))
+        of_torch(events, tmp_path)
 
 
 def test_an_op_that_is_twice_in_a_step_and_a_profile_that_begins_within_one_are_refused(tmp_path: Path) -> None:
@@ -85,10 +93,10 @@ def test_an_op_that_is_twice_in_a_step_and_a_profile_that_begins_within_one_are_
     late = next(each for each in events[0] if each["name"] == "PP:0B1" and each["ts"] > 1e6)
     events[0].append({**late, "ts": late["ts"] + 50_000})
     with pytest.raises(InputError, match=r"rank0\.json: 0BW1 has no forward before it in its step: begin and end"):
-        problem_from("torch-trace", recordings.torch_traces(events, tmp_path))
+        of_torch(events, tmp_path)
     events[0] = [each for each in events[0] if each["ts"] > 10_000]
     with pytest.raises(InputError, match=r"rank0\.json: 0BW0 has no forward before it in its step"):
-        problem_from("torch-trace", recordings.torch_traces(events, tmp_path))
+        of_torch(events, tmp_path)
 
 
 def test_a_rank_whose_trace_is_missing(tmp_path: Path) -> None:
@@ -172,33 +180,32 @@ def renumbered(text: str, number: Callable[[int, int], int]) -> str:
 def test_micro_batches_that_are_numbered_otherwise(
     number: Callable[[int, int], int], told: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "ops.csv"
-    path.write_text(renumbered(recordings.csv_table(FUSED, "tt"), number))
-    found = problem_from("csv", path)
+    found = of_table(renumbered(recordings.csv_table(FUSED, "tt"), number), tmp_path)
     require_same(found, FUSED)
     assert any(told in sentence for sentence in found.unused)
-    path.write_text(renumbered(recordings.csv_table(FUSED, "t"), lambda j, _: j + 2))
     with pytest.raises(InputError, match="step 0 lacks 0F0"):
-        problem_from("csv", path)
+        of_table(renumbered(recordings.csv_table(FUSED, "t"), lambda j, _: j + 2), tmp_path)
 
 
-def test_an_order_that_cannot_have_run_is_not_used_and_a_line_says_why(tmp_path: Path) -> None:
-    path = tmp_path / "ops.csv"
-    path.write_text("stage,op,microbatch,start_ms,end_ms\n0,F,0,30,40\n0,BW,0,0,20\n")
-    found = problem_from("csv", path)
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ("start_ms,end_ms\n0,F,0,30,40\n0,BW,0,0,20\n", "0F0 stands after 0BW0"),
+        (
+            "start_ms,end_ms\n0,F,0,0,10\n1,F,0,0,10\n1,BW,0,20,40\n0,BW,0,20,40\n",
+            "stages 0 and 1 do not wait for each other: one begins 15 ms too early",
+        ),
+        ("duration_ms\n0,F,0,10\n0,BW,0,20\n", "not all starts were measured"),
+    ],
+)
+def test_an_order_that_cannot_have_run_is_not_used_and_a_line_says_why(table: str, reason: str, tmp_path: Path) -> None:
+    found = of_table("stage,op,microbatch," + table, tmp_path)
     assert found.schedule is None
-    assert found.unused == ("the measured order: 0F0 stands after 0BW0",)
-    path.write_text("stage,op,microbatch,start_ms,end_ms\n0,F,0,0,10\n1,F,0,0,10\n1,BW,0,20,40\n0,BW,0,20,40\n")
-    found = problem_from("csv", path)
-    assert found.schedule is None
-    assert found.unused[0].startswith("the measured order: stages 0 and 1 do not wait for each other")
-    path.write_text("stage,op,microbatch,duration_ms\n0,F,0,10\n0,BW,0,20\n")
-    assert problem_from("csv", path).unused == ("the measured order: not all starts were measured",)
+    assert found.unused == (f"the measured order: {reason}",)
 
 
 def test_a_budget_below_what_ran_is_told(tmp_path: Path) -> None:
-    (tmp_path / "ops.csv").write_text(recordings.csv_table(FUSED, "t"))
-    found = problem_from("csv", tmp_path / "ops.csv", activation_budget_bytes=2, weight_share=0.5)
+    found = of_table(recordings.csv_table(FUSED, "t"), tmp_path, activation_budget_bytes=2, weight_share=0.5)
     assert found.unused == (
         "what the measured order holds: 3 bytes on device 0, more than the budget that was given, 2",
     )
@@ -208,13 +215,13 @@ def test_a_split_backward_in_the_letters_of_torch(tmp_path: Path) -> None:
     split = UNEVEN.replace(stages=[{**stage, "backward_weight_ms": 2.0} for stage in UNEVEN.to_dict()["stages"]])
     schedule = generate("zb-h1", split)
     events = recordings.torch_events(schedule, "t", DEVICE)
-    found = problem_from("torch-trace", recordings.torch_traces(events, tmp_path))
+    found = of_torch(events, tmp_path)
     require_same(found, schedule)
     assert found.unused == ()
     for each in chain.from_iterable(events):
         each["name"] = each["name"].replace("I", "B")  # as versions before 2.5 wrote
     with pytest.raises(InputError, match=r"^\dW\d is there beside \dBW\d in step 0, which is the whole backward"):
-        problem_from("torch-trace", recordings.torch_traces(events, tmp_path))
+        of_torch(events, tmp_path)
 
 
 @pytest.mark.parametrize("cat", [DEVICE, "cpu_op"])
@@ -224,7 +231,7 @@ def test_a_b_that_runs_nothing_takes_no_time(cat: str, tmp_path: Path) -> None:
     events = [event(f"PP:0{letter}0", ts, dur, HOST) for letter, ts, dur in ops]
     names = {letter: f"PP:0{letter}0" if cat == DEVICE else "aten::mm" for letter in "FW"}
     events += [event(names[letter], ts, dur, cat) for letter, ts, dur in ops if letter != "I"]
-    found = problem_from("torch-trace", recordings.torch_traces([events], tmp_path))
+    found = of_torch([events], tmp_path)
     assert (found.problem.stages[0].backward_input_ms, found.problem.stages[0].backward_weight_ms) == (0.0, 3.0)
     assert found.schedule is not None
     assert found.unused == ("the times of B on stage 0: there it runs nothing, so they are 0",)
@@ -242,7 +249,7 @@ def test_a_pair_on_a_host_is_divided_where_its_backward_begins(tmp_path: Path) -
     ]
     autograd = event("autograd::engine::evaluate_function: A", 6000, 3000, "cpu_op")
     events = [*ranges, *(event(*each, "cpu_op") for each in operators), autograd]
-    found = problem_from("torch-trace", recordings.torch_traces([events], tmp_path))
+    found = of_torch([events], tmp_path)
     assert found.schedule is not None
     assert found.schedule.programs[0].texts() == ["0F0", "0F1", "0BW0", "0BW1"]
     assert (found.stages[0][Kind.F].ms, found.stages[0][Kind.BW].ms) == (1.0, 2.75)
@@ -251,7 +258,7 @@ def test_a_pair_on_a_host_is_divided_where_its_backward_begins(tmp_path: Path) -
         ([event(PAIR, 0, 1000, HOST)], r"the times of the two ops of this pair cannot be told apart"),
     ):
         with pytest.raises(InputError, match=message):
-            problem_from("torch-trace", recordings.torch_traces([given], tmp_path))
+            of_torch([given], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +269,6 @@ def test_a_pair_on_a_host_is_divided_where_its_backward_begins(tmp_path: Path) -
     ],
 )
 def test_a_table_in_other_letters(text: str, told: str, tmp_path: Path) -> None:
-    (tmp_path / "OPS.CSV").write_text(text, encoding="utf-8")
-    found = problem_from("csv", tmp_path / "OPS.CSV")
+    found = of_table(text, tmp_path)
     assert (found.stages[0][Kind.F].ms, found.stages[0][Kind.BW].ms) == (1.0, 2.0)
     assert any(told in sentence for sentence in found.unused)

@@ -1,4 +1,4 @@
-"""What cures promise: a job without its fault takes the predicted time, and nothing falls below a bound."""
+"""Steps with exactly one fault: it is named, nothing else is, and a job without it takes the predicted time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from support.commands import Run, run
+from support.examples import examples
 from support.problems import pipeline, stage
 from support.problems.units import units
-from support.traces.faults import Job, recorded
+from support.traces.faults import Job, jobs, recorded
 from support.traces.recordings import csv_table, primus_dump, torch_events, torch_traces
 
 from optpipe import InputError
-from optpipe.diagnose import Change, Diagnosis, diagnose, diagnose_recording
+from optpipe.diagnose import Change, Diagnosis, collect_runs, diagnose, diagnose_recording, explain
 from optpipe.diagnose.lines import file_of, lines_of
 from optpipe.formats import megatron
+from optpipe.measured.readers import RunFacts
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 from optpipe_solver.systems import generate
@@ -32,6 +35,25 @@ def diagnosed(fault: str, **known: object) -> Diagnosis:
 
 def step_ms(fault: str) -> float:
     return float(np.mean(diagnosed(fault).losses.replayed_ms))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(jobs())
+def test_one_fault_is_named_and_nothing_else(job: Job) -> None:
+    losses = explain(collect_runs(recorded(job)))
+    assert losses.replay_error < 0.005
+    assert sum(part.ms for part in losses.parts) == pytest.approx(losses.measured_ms, rel=1e-12)
+    named = {part.name for part in losses.causes}
+    assert named <= {job.fault}
+    if job.fault in ("slow-device", "stages", "order"):
+        assert named == {job.fault}
+    slow = [(each.replica, each.device, each.first_step, each.since) for each in losses.slow_devices]
+    if job.fault == "slow-device":
+        assert slow == [(job.replica, job.place, job.since, job.since > 0)]
+        assert losses.slow_devices[0].factor == pytest.approx(job.factor, rel=0.02)
+    else:
+        assert slow == []
+    assert [s for s, _ in losses.uneven_stages] == ([job.place] if job.fault == "stages" else [])
 
 
 @pytest.mark.parametrize("fault", ["slow-device", "order", "stages", "replicas", "micro-batches"])
@@ -90,26 +112,22 @@ def log(schedule: Schedule) -> str:
     return "\n".join(lines * 3) + "\n"
 
 
-def written(folder: Path) -> dict[str, list[Path]]:
+def written(folder: Path) -> dict[str, Path]:
     """The same three steps in the forms of other programs."""
-    folder = Path(folder)
     (folder / "ops.csv").write_text(csv_table(uneven(), "ttt", ahead=7.0))
     (folder / "megatron.log").write_text(log(uneven()))
     (folder / "torch").mkdir()
     torch_traces(torch_events(uneven(), "ttet", "gpu_user_annotation", ahead=3.0), folder / "torch")
     (folder / "primus").mkdir()
     primus_dump(uneven(), "ttt", folder / "primus")
-    return {"csv": [folder / "ops.csv"], "megatron-timers": [folder / "megatron.log"]} | {
-        form: [folder / name] for form, name in (("torch-trace", "torch"), ("primus", "primus"))
-    }
+    names = {"csv": "ops.csv", "megatron-timers": "megatron.log", "torch-trace": "torch", "primus": "primus"}
+    return {form: folder / name for form, name in names.items()}
 
 
 @pytest.mark.parametrize("form", ["csv", "megatron-timers", "torch-trace", "primus"])
 def test_each_form_is_recognized_and_its_steps_are_the_same(form: str, tmp_path: Path) -> None:
-    from optpipe.measured.readers import RunFacts
-
     run = RunFacts(microbatches=4) if form == "megatron-timers" else None
-    found = diagnose(*written(tmp_path)[form], time_limit_s=0.0, run=run)
+    found = diagnose(written(tmp_path)[form], time_limit_s=0.0, run=run)
     assert found.form == form
     assert found.losses.measured_ms == pytest.approx([uneven().makespan_ms] * 3)
     assert found.losses.replay_error < (0.01 if form == "megatron-timers" else 1e-6)  # whose messages are not known
@@ -119,8 +137,18 @@ def test_each_form_is_recognized_and_its_steps_are_the_same(form: str, tmp_path:
 
 
 def test_the_command_reports_writes_and_says_the_same_as_json(run: Run, tmp_path: Path) -> None:
-    (path,) = written(tmp_path)["csv"]
-    words = ("diagnose", path, "--layers", "10,10", "--weight-share", "0.5", "--time-limit", "2", "--stack", "torch")
+    words = (
+        "diagnose",
+        written(tmp_path)["csv"],
+        "--layers",
+        "10,10",
+        "--weight-share",
+        "0.5",
+        "--time-limit",
+        "2",
+        "--stack",
+        "torch",
+    )
     code, out, err = run(*words, "-o", tmp_path / "cures", "--html", tmp_path / "page.html")
     assert (code, err) == (0, "")
     assert "cause: stage 1 takes 1.23 times as long as the mean; with one replica, a slow device looks the same" in out
@@ -144,7 +172,7 @@ def test_the_command_reports_writes_and_says_the_same_as_json(run: Run, tmp_path
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], message: str, run: Run, tmp_path: Path) -> None:
-    code, out, err = run("diagnose", *written(tmp_path)["csv"], *words)
+    code, out, err = run("diagnose", written(tmp_path)["csv"], *words)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
