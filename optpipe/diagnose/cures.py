@@ -12,7 +12,7 @@ import numpy as np
 from optpipe.anytime import solve
 from optpipe.comparison import compare
 from optpipe.diagnose.batches import Change, Outcome, StepBatch, UserFacts, batch_of, evenly, typical
-from optpipe.diagnose.lines import METHODS, Stack, file_of, lines_of
+from optpipe.diagnose.lines import NAMES, Stack, file_of, lines_of
 from optpipe.diagnose.losses import Losses
 from optpipe.diagnose.runs import ACTIVATION, Runs
 from optpipe.errors import OptPipeError
@@ -128,7 +128,7 @@ class _Search(NamedTuple):
         batch = self.batches[len(self.batches) // 2]
         problem, ran = typical(batch, placement), self.today[-1].slowest
         keep = not self.facts.layers and len(self.runs.where) > self.runs.devices  # chunks whose layers are not known
-        rows = compare(problem, METHODS[self.stack], placements="keep" if keep else "all").rows
+        rows = compare(problem, tuple(NAMES[self.stack]), placements="keep" if keep else "all").rows
         published = [
             Change(placement=schedule.placement, schedule=schedule)
             for row in rows

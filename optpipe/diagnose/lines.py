@@ -31,7 +31,6 @@ NAMES: dict[Stack, dict[str, str]] = {
     "primus": {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"},
     "optpipe": {"1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2", "zb-v": "ZB-V"},
 }
-METHODS: dict[Stack, tuple[str, ...]] = {stack: tuple(names) for stack, names in NAMES.items()}
 FILES: dict[Stack, tuple[str, str]] = {  # what reads a schedule of ours: how the name ends, and the form
     "torch": (".csv", "torch-csv"),
     "megatron": (".json", "json"),

@@ -249,22 +249,14 @@ def _as_arrays(runs: Sequence[_Run], where: tuple[int, ...], unused: tuple[str, 
 
 def _schedule(order: Order, where: tuple[int, ...]) -> Schedule:
     """The order for stages whose ops take 1 ms each. Raises InputError if nothing can run in this order."""
-    microbatches = 1 + max(op.microbatch for ops in order for op in ops)
+    stage = dict.fromkeys(COMPUTE_MS, 1.0) | dict.fromkeys(("activation_bytes", "saved_for_weight_bytes"), ACTIVATION)
     problem = Problem.from_dict(
         {
             "name": "what ran",
-            "microbatches": microbatches,
+            "microbatches": 1 + max(op.microbatch for ops in order for op in ops),
             "p2p_ms": 1.0,
             "devices": [{"activation_budget_bytes": AMPLE}] * (1 + max(where)),
-            "stages": [
-                {
-                    "device": device,
-                    **dict.fromkeys(COMPUTE_MS, 1.0),
-                    "activation_bytes": ACTIVATION,
-                    "saved_for_weight_bytes": ACTIVATION,
-                }
-                for device in where
-            ],
+            "stages": [{"device": device, **stage} for device in where],
         }
     )
     schedule = Schedule(problem, tuple(Program.from_items(ops) for ops in order), method="what ran")

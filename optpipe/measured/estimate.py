@@ -195,7 +195,7 @@ def _roomy_problem(
         raise InputError(f"activation_bytes has {len(sizes)} entries: one, or one for each of {len(figures)} stages")
     if not any(np.any(ms) for by_kind in figures for ms in by_kind.values()):
         raise InputError(NO_TIME)
-    sizes = [*sizes] * (len(figures) // len(sizes))
+    sizes, share = [*sizes] * (len(figures) // len(sizes)), options.weight_share or 0.0
     return Problem.from_dict(
         {
             "name": "" if options.activation_bytes else "1 B is one activation",  # where the bytes are drawn
@@ -205,7 +205,7 @@ def _roomy_problem(
             "stages": [
                 {
                     "device": device,
-                    **_stage_times(by_kind, options.weight_share or 0.0),
+                    **_stage_times(by_kind, share),
                     "activation_bytes": size,
                     "saved_for_weight_bytes": size,
                 }

@@ -85,24 +85,22 @@ class _Group:
 
 
 class _Layer:
-    """The parameters of one layer of a model."""
+    """The parameters of one layer of a model: `attention` with all norms, `mlp` with router and shared experts, and
+    `experts`."""
 
     def __init__(self, module: Any) -> None:
         self.parameters = dict(module.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.has_experts = any("experts" in name.split(".") for name in self.shapes)
-
-    def group(self, wanted: str) -> _Group:
-        """Its `attention` with all norms, its `mlp` with router and shared experts, or its `experts`."""
-        return _Group([each for each in self.parameters.items() if self._group_of(*each) == wanted])
-
-    def _group_of(self, name: str, parameter: Any) -> str:
-        *path, _ = name.split(".")
-        if "experts" in path:
-            return "experts"
-        weight = self.parameters.get(".".join((*path, "weight")), parameter)
-        in_attention = any("attn" in part or "attention" in part for part in path)
-        return "attention" if in_attention or max(weight.ndim, parameter.ndim) == 1 else "mlp"
+        groups: dict[str, list[tuple[str, Any]]] = {"attention": [], "mlp": [], "experts": []}
+        for name, parameter in self.parameters.items():
+            *path, _ = name.split(".")
+            weight = self.parameters.get(".".join((*path, "weight")), parameter)
+            is_vector = max(weight.ndim, parameter.ndim) == 1
+            in_attention = is_vector or any("attn" in part or "attention" in part for part in path)
+            group = "experts" if "experts" in path else "attention" if in_attention else "mlp"
+            groups[group].append((name, parameter))
+        self.attention, self.mlp, self.experts = map(_Group, groups.values())
 
 
 class _Model:
@@ -181,7 +179,7 @@ class _Model:
             }
         size = self._value("head_dim") or hidden // heads
         # Queries and what is projected back are as wide as all heads, keys and values as their groups.
-        groups, rest = divmod(self.layers[0].group("attention").matrices - 2 * hidden * heads * size, 2 * hidden * size)
+        groups, rest = divmod(self.layers[0].attention.matrices - 2 * hidden * heads * size, 2 * hidden * size)
         if rest or groups < 1:
             raise InputError(f"{self._what}: attention is not that of heads of {size}: it is not modelled")
         return {"query_groups": groups, "head_size": None if size * heads == hidden else size}
@@ -209,13 +207,13 @@ class _Model:
         """The width of an MLP, and whether it has a gate: a third matrix."""
         hidden = self.config.hidden_size
         if self._dense is not None:
-            mlp = self._dense.group("mlp")
+            mlp = self._dense.mlp
             ffn = self._value("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or mlp.widest
             return {"ffn": ffn, "gated": mlp.matrices == 3 * hidden * ffn}
         assert self._sparse is not None
         one_matrix = hidden * fields["experts"] * fields["expert_ffn"]
         ffn = self._value("intermediate_size") or fields["expert_ffn"]  # of no layer
-        return {"ffn": ffn, "gated": self._sparse.group("experts").matrices == 3 * one_matrix}
+        return {"ffn": ffn, "gated": self._sparse.experts.matrices == 3 * one_matrix}
 
     def _window(self) -> dict[str, Any]:
         """The sliding window, and the layers without it. Raises InputError if a layer has attention of another kind."""
@@ -235,11 +233,11 @@ class _Model:
     def _vectors(self, fields: dict[str, Any]) -> Vectors:
         latents = fields.get("kv_latent", 0) + fields.get("query_latent", 0)  # their norms belong to attention
         embedding = _Group(self._outside("embed")).vectors
-        experts = self._sparse.group("experts").vectors if self._sparse else 0
+        experts = self._sparse.experts.vectors if self._sparse else 0
         return Vectors(
-            layer=self.layers[0].group("attention").vectors - latents,
-            mlp=self._dense.group("mlp").vectors if self._dense else 0,
-            router=self._sparse.group("mlp").vectors if self._sparse else 0,
+            layer=self.layers[0].attention.vectors - latents,
+            mlp=self._dense.mlp.vectors if self._dense else 0,
+            router=self._sparse.mlp.vectors if self._sparse else 0,
             expert=experts // fields.get("experts", 1),
             embedding=embedding,
             head=_Group(self._outside()).vectors - embedding,

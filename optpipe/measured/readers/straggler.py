@@ -27,14 +27,6 @@ _REPLICA, _RANK = re.compile(r"DP rank \[?(\d{1,9})\]?"), re.compile(r"PP rank (
 Thread = tuple[str, str]  # and its process before it
 
 
-class Rank(NamedTuple):
-    """What runs the ops of a thread."""
-
-    replica: int
-    pipeline: int
-    tensor: int
-
-
 class _File(NamedTuple):
     """What a file has: its ops, each with its tensor parallel rank, and whether its processes have names."""
 
@@ -111,8 +103,9 @@ def _thread(event: Mapping[str, Any]) -> Thread:
     return str(event.get("pid")), str(event.get("tid"))
 
 
-def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[Thread, Rank], bool]:
-    """The rank of each process and thread that has a name, and whether processes have one."""
+def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[Thread, tuple[int, int, int]], bool]:
+    """Replica, pipeline rank and tensor parallel rank of each process and thread that has a name, and whether processes
+    have one."""
     replicas: dict[str, int] = {}
     threads: dict[Thread, tuple[int, int]] = {}
     for event in events:
@@ -130,8 +123,7 @@ def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[Thread,
     if unnamed:  # replicas in the order of their processes
         unnamed.sort(key=lambda process: (len(process), process))
         replicas = {process: n for n, process in enumerate(unnamed)}
-    ranks = {(process, thread): Rank(replicas[process], *rank) for (process, thread), rank in threads.items()}
-    return ranks, not unnamed
+    return {thread: (replicas[thread[0]], *rank) for thread, rank in threads.items()}, not unnamed
 
 
 def _chunk_op(event: Mapping[str, Any], what: str) -> ChunkOp:
