@@ -196,6 +196,7 @@ def _roomy_problem(
     if not any(np.any(ms) for by_kind in figures for ms in by_kind.values()):
         raise InputError(NO_TIME)
     sizes, share = [*sizes] * (len(figures) // len(sizes)), options.weight_share or 0.0
+    held = ("activation_bytes", "saved_for_weight_bytes")
     return Problem.from_dict(
         {
             "name": "" if options.activation_bytes else "1 B is one activation",  # where the bytes are drawn
@@ -203,12 +204,7 @@ def _roomy_problem(
             "p2p_ms": message.ms if message else 0.0,
             "devices": [{"activation_budget_bytes": 2**53}] * training.devices,
             "stages": [
-                {
-                    "device": device,
-                    **_stage_times(by_kind, share),
-                    "activation_bytes": size,
-                    "saved_for_weight_bytes": size,
-                }
+                {"device": device, **_stage_times(by_kind, share), **dict.fromkeys(held, size)}
                 for by_kind, device, size in zip(figures, training.where, sizes, strict=True)
             ],
         }
