@@ -25,17 +25,17 @@ from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule
 from optpipe.steps.assign import assign, work_ms
 
-PIECES = 12  # of a stage whose layers are not known: 2, 3, 4 and 6 chunks divide it
+PIECES = 12  # of a stage of unknown layers: 2, 3, 4 and 6 chunks divide it
 WORK = 50_000  # ops that a search of one replica simulates
 Entry = Literal["ran", "order", "spread"]
 
 
 class UserFacts(NamedTuple):
-    """What a user says of the job beside the trace."""
+    """A user's facts of the job beside the trace."""
 
-    layers: tuple[int, ...] = ()  # of each stage; empty if not known
+    layers: tuple[int, ...] = ()  # of each stage; empty if unknown
     memory: float | None = None  # activations of today's stages that a device may hold; None: as the fullest one held
-    weight_share: float | None = None  # of W in a backward that was measured whole; None if not known, counts as 0
+    weight_share: float | None = None  # of W in a backward that was measured whole; None if unknown, counts as 0
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class _Search(NamedTuple):
         others, and the solver's."""
         batch = self.batches[len(self.batches) // 2]
         problem, ran = typical(batch, placement), self.today[-1].slowest
-        keep = not self.facts.layers and len(self.runs.where) > self.runs.devices  # chunks whose layers are not known
+        keep = not self.facts.layers and len(self.runs.where) > self.runs.devices  # chunks of unknown layers
         rows = compare(problem, tuple(NAMES[self.stack]), placements="keep" if keep else "all").rows
         published = [
             Change(placement=schedule.placement, schedule=schedule)
@@ -190,7 +190,7 @@ class _Search(NamedTuple):
         return min(cures, key=lambda cure: float(cure.ms.sum()), default=None)
 
     def asked(self, causes: set[str]) -> list[str]:
-        """What would help, and is not known."""
+        """Unknown facts that would help."""
         asked = []
         if "stages" in causes and not self.facts.layers:
             spared = next(part for part in self.losses.parts if part.name == "stages").mean_ms

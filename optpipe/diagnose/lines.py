@@ -43,7 +43,7 @@ MOST_NAMED = 3  # devices in one sentence
 def lines_of(
     change: Change, runs: Runs, losses: Losses, stack: Stack, layered: bool, file: str
 ) -> tuple[str, tuple[str, ...]]:
-    """What a change is called, and the lines that make it. Raises OptPipeError if the stack cannot say it.
+    """What a change is called, and the lines that make it. Raises OptPipeError if the stack cannot express it.
 
     `layered` is whether the layers of stages are known, `file` the name of the file with a schedule of ours.
     """

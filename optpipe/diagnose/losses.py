@@ -2,10 +2,10 @@
 two replays, so together with the work they are exactly the step.
 
 Which devices are slower than others with the same work, and since when: the work of a micro-batch is what its faster
-stages say. A stage's usual time for it is that of the faster ones of all micro-batches with about as much work, in all
+stages show. A stage's usual time for it is that of the faster ones of all micro-batches with about as much work, in all
 runs: as they are long, attention grows faster than the rest of a stage. A device's excess in a run is what its
 micro-batches take beyond that. So a stage that is long in all replicas is no slow device, nor is a replica whose
-micro-batches are all long. With one replica, only a device that becomes slower can be told from a long stage.
+micro-batches are all long. With one replica, only a device that becomes slower can be distinguished from a long stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 
 CAUSE = 0.03  # of the step: what costs less is no cause
-NOTHING = 1e-9  # ms that no clock tells from 0
+NOTHING = 1e-9  # ms, less than any clock resolves
 UNEVEN = 0.05  # how much more than the mean a stage must take to be named
 LEAST = 0.05  # of its time a slow device must take more
 CLEAR = 4.0  # times the usual spread, too
@@ -77,7 +77,7 @@ class Losses:
     """The parts of each step, (N,)."""
 
     steps: Ints  # (N,) their numbers
-    measured_ms: Floats  # (N,) how long they took; as replayed, where clocks do not say it
+    measured_ms: Floats  # (N,) how long they took; as replayed, where clocks do not show it
     replayed_ms: Floats  # (N,)
     parts: tuple[Loss, ...]
     slow_devices: tuple[SlowDevice, ...]  # the slowest first
@@ -157,7 +157,7 @@ def find_slow_devices(runs: Runs) -> tuple[list[SlowDevice], Floats]:
 
 
 def excess_of(runs: Runs) -> Floats:
-    """(K, D) by how much longer a device takes than its stages and its run's work say, as a logarithm."""
+    """(K, D) by how much longer a device takes than its stages and its run's work predict, as a logarithm."""
     stages, key = len(runs.where), runs.run * (int(runs.microbatch.max()) + 1) + runs.microbatch
     microbatches, number = np.unique(key, return_inverse=True)
     totals = np.zeros((len(microbatches), stages))

@@ -135,9 +135,9 @@ def diagnose(
     form
         Which program wrote them; by default as they look.
     stack
-        What runs the training: torch, megatron, primus or optpipe; by default as the form says.
+        What runs the training: torch, megatron, primus or optpipe; by default that of the form.
     layers
-        How many layers each stage has; one number for all, none if not known.
+        How many layers each stage has; one number for all, none if unknown.
     memory
         How many activations of one stage a device may hold; by default what the fullest one held.
     weight_share
@@ -145,7 +145,7 @@ def diagnose(
     time_limit_s
         For the search of a schedule; 0 for none.
     run
-        What Megatron's log does not say.
+        What Megatron's log lacks.
     report
         Called with what is tried.
 

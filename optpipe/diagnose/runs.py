@@ -43,7 +43,7 @@ class Runs:
     order: Ints  # (K,) the place in `orders`
     step: Ints  # (K,)
     replica: Ints  # (K,)
-    measured_ms: Floats  # (K,) from the first start to the last end; NaN where clocks do not say it
+    measured_ms: Floats  # (K,) from the first start to the last end; NaN where clocks do not show it
     message_ms: Floats  # (K,) how long a message took
     begins: Ints  # (K + 1,) where each run's ops begin
     kind: Ints  # (T,)
@@ -54,7 +54,7 @@ class Runs:
     handover_ms: Floats  # (D,) what passes from the end of an op to the start of the next one, though that could run
     where: tuple[int, ...]  # by stage: its device
     unused: tuple[str, ...]  # what was not used, and why, one sentence each
-    assumed: tuple[str, ...]  # what the files do not say and is taken to be so, one sentence each
+    assumed: tuple[str, ...]  # what the files lack and is assumed, one sentence each
 
     @cached_property
     def run(self) -> Ints:
@@ -124,7 +124,7 @@ class _Run(NamedTuple):
 def collect_runs(recording: Recording) -> Runs:
     """The whole training steps of all replicas of a recording.
 
-    Raises InputError if no replica has a whole step, or its ops cannot have run as they are said to.
+    Raises InputError if no replica has a whole step, or its ops cannot have run at their times.
     """
     unused, assumed = list(recording.unused), list[str]()
     by_replica = defaultdict[int, list[MeasuredOp]](list)

@@ -49,8 +49,8 @@ def problem_from(
         Of `megatron-timers`: micro-batches a step (required), devices of the pipeline (default: all ranks), stages a
         device.
     shape
-        How chunks lie, looped or v, where the form does not say it (`primus`, `megatron-timers`). Default: as the times
-        of `primus` tell; looped for `megatron-timers`.
+        How chunks lie, looped or v, where the form lacks it (`primus`, `megatron-timers`). Default: as the times of
+        `primus` show; looped for `megatron-timers`.
     step
         The number of one step, of which the problem has each micro-batch's own times. Default: the last whole one for
         `straggler`; for other forms the medians of all steps.
@@ -60,7 +60,7 @@ def problem_from(
     Returns
     -------
     Measurements
-        The problem, the spreads, what is not known, what was not used, and what ran.
+        The problem, the spreads, what is unknown, what was not used, and what ran.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def problem_from(
 
 def recording_from(paths: Sequence[str | Path], form: str | None, facts: RunFacts) -> tuple[str, Recording]:
     """The form of these files, and all that ran by them; arguments as of `problem_from`. Without a form it is as the
-    files' names and their first events say.
+    files' names and their first events show.
 
     Raises InputError if no form is like the files, or as `problem_from` does.
     """

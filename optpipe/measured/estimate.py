@@ -1,6 +1,6 @@
 """Whole training steps as they ran become a `Problem`, and the order in which they ran a `Schedule`: medians for times,
-the shortest gaps between ops for messages (`optpipe.measured.messages`). `Measurements` also say how times scatter, and
-what was not measured."""
+the shortest gaps between ops for messages (`optpipe.measured.messages`). `Measurements` also have the spreads of times,
+and what was not measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MeasuredTimes:
 
 @dataclass(frozen=True)
 class Measurements:
-    """A problem with the spreads of its times, and what measurements do not say.
+    """A problem with the spreads of its times, and what measurements lack.
 
     Attributes
     ----------
@@ -53,16 +53,16 @@ class Measurements:
     stages
         For each stage the times of its F, B, W or BW.
     message
-        The times of messages; None where they are not known.
+        The times of messages; None where they are unknown.
     unknown
-        What the measurements do not say, and what the problem has instead, one sentence each.
+        What the measurements lack, and what the problem has instead, one sentence each.
     unused
         What was measured or given and is not in the problem, and why, one sentence each: steps, figures, the order.
     schedule
-        What ran: the order of the last whole step, or of the one that was asked for; None where it is not known, which
-        `unused` gives the reason for.
+        What ran: the order of the last whole step, or of the one that was asked for; None where it is unknown, with
+        the reason in `unused`.
     measured_ms
-        From the first start to the last end of a step, the median of all steps; None where it is not known.
+        From the first start to the last end of a step, the median of all steps; None where it is unknown.
     """
 
     problem: Problem
@@ -94,7 +94,7 @@ class Measurements:
 
 
 class ProblemOptions(NamedTuple):
-    """What a user says of the problem beside the measurements; None where nothing. See `problem_from`."""
+    """A user's facts of the problem beside the measurements; None where unknown. See `problem_from`."""
 
     activation_bytes: Sequence[int] | None = None
     activation_budget_bytes: int | None = None
@@ -223,7 +223,7 @@ def _stage_times(figures: Figures, weight_share: float) -> dict[str, EachMs]:
 
 
 def _with_budgets(ample: Problem, order: Schedule | None, budget: int | None) -> tuple[Problem, list[str]]:
-    """The problem with the budget that is given, or those that the order needs; and a sentence if it needs more."""
+    """The problem with this budget, or with those that the order needs; and a sentence if it needs more."""
     devices, exceeded = range(len(ample.devices)), list[str]()
     needed = [peak.bytes for peak in certify(ample, order).device] if order else None
     if budget is not None:
@@ -245,7 +245,7 @@ def _with_budgets(ample: Problem, order: Schedule | None, budget: int | None) ->
 def _unused_times(
     times: Sequence[Mapping[Kind, MeasuredTimes]], training: TrainingSteps, options: ProblemOptions, is_one_step: bool
 ) -> list[str]:
-    """What of the times and of what is given is not in the problem, or counts otherwise than it ran."""
+    """Times and options that are not in the problem, or count otherwise than they ran."""
     sentences = []
     fused = [s for s, by_kind in enumerate(times) if {Kind.B, Kind.W, Kind.BW} <= by_kind.keys()]
     if fused and not is_one_step:
@@ -267,7 +267,7 @@ def _unknown(
     devices: int,
     options: ProblemOptions,
 ) -> list[str]:
-    """What the measurements do not say, and what the problem has instead."""
+    """What the measurements lack, and what the problem has instead."""
     sentences = []
     if options.activation_bytes is None:
         sentences.append("the bytes of activations: each counts as 1 byte; give --activation-bytes")

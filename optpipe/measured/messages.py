@@ -1,4 +1,4 @@
-"""The time of messages, how far clocks are apart, and whether the stages can be where they are said to be.
+"""The time of messages, how far clocks are apart, and whether the stages can be where the files place them.
 
 A message from stage s to s + 1 takes at most the time from the end of s's forward to the start of s + 1's; the gradient
 that comes back gives the same for the other way. In the sum of the two the difference between two devices' clocks
@@ -73,7 +73,7 @@ def _gaps_by_stage(steps: Iterable[Sequence[MeasuredOp]]) -> list[tuple[int, lis
 
 
 def impossible(steps: Sequence[Sequence[MeasuredOp]]) -> str | None:
-    """Why the ops cannot have run like this whatever the clocks say: a stage that did not wait for its neighbour."""
+    """Why the ops cannot have run like this whatever the clocks: a stage that did not wait for its neighbour."""
     forward_ms = median([each.ms for step in steps for each in step if each.op.kind is Kind.F] or [0.0])
     for s, of_stage in _gaps_by_stage(steps):
         early_ms = -median(

@@ -58,7 +58,7 @@ class Recording(NamedTuple):
     ops: Sequence[MeasuredOp]  # of all steps, evaluations and steps that were cut off among them
     unused: tuple[str, ...] = ()  # what stands in the files and was not used, and why, one sentence each
     on_host: bool = False  # whether the times are those of the host, though ops run on a device
-    steps_differ: bool = False  # whether a problem is made of one step, with each micro-batch's own times, by default
+    steps_differ: bool = False  # whether a problem has one step, with each micro-batch's own times, by default
     spans_ms: Mapping[int, float] = {}  # by step, how long its pipeline took, where that was measured apart from ops
 
 

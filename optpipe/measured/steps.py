@@ -1,5 +1,5 @@
-"""Which of the measured steps are whole training steps, and what their times say of messages, clocks and the order of
-ops. Only these steps become a problem.
+"""Which of the measured steps are whole training steps, and what their times show of messages, clocks and the order
+of ops. Only these steps become a problem.
 
 A profile also has evaluations, which are forwards only, and steps that were cut off at its end. Whoever took their ops
 for those of training steps would pair ops of different steps.
@@ -163,7 +163,7 @@ def match_steps(ranks: Sequence[Step], names: Sequence[str]) -> list[Step]:
     """The ops of all ranks with steps numbered alike: in their order where all ranks have equally many, otherwise those
     that ran at the same time belong together.
 
-    Raises InputError if the clocks do not say which those are; the sentence has two of `names`.
+    Raises InputError if the clocks do not show which those are; the sentence has two of `names`.
     """
     counts = [1 + max(each.step for each in rank) for rank in ranks]
     if len(set(counts)) == 1:
@@ -196,7 +196,7 @@ def _spans(rank: Step) -> list[tuple[float, float]]:
 
 
 def _require_possible(ops: Sequence[MeasuredOp]) -> None:
-    """Raises InputError where no problem can have these ops, before anything is made of their numbers' size."""
+    """Raises InputError where no problem can have these ops, before anything of their numbers' size is allocated."""
     if not ops:
         raise InputError("no op was measured")
     stages = 1 + max(each.op.stage for each in ops)

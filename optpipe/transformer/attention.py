@@ -14,24 +14,18 @@ FUSED_HEADS, APART = 4, 4
 
 def attention(share: Share, window: int) -> Piece:
     """A piece without an MLP: attention to `window` tokens, to all if that is 0."""
-    keys_of_query = _keys_of_query(share, window)
+    # A query attends to so many keys on average, those counted that the kernel computes in vain. Flash attention leaves
+    # out those of later tokens, and those before the window: of w tokens the first w queries have fewer, w - w²/2s on
+    # average. Unfused attention computes all.
+    s, flash = share.sequence, share.run.attention == "flash"
+    keys = min(window, s) if window and flash else s
+    keys_of_query = keys - keys**2 / (2 * s) if flash and share.shape.causal else keys
     return _latent(share, keys_of_query) if share.shape.kv_latent else _grouped(share, keys_of_query)
 
 
 def skipped_scores(share: Share) -> int:
     """By how much a causal kernel divides the scores: flash attention leaves out those of later tokens."""
     return 2 if share.shape.causal and share.run.attention == "flash" else 1
-
-
-def _keys_of_query(share: Share, window: int) -> float:
-    """To how many keys a query attends on average, those counted that the kernel computes in vain.
-
-    Flash attention leaves out those of later tokens, and those before the window: of w tokens the first w queries have
-    fewer, w - w²/2s on average. Unfused attention computes all.
-    """
-    s, flash = share.sequence, share.run.attention == "flash"
-    keys = min(window, s) if window and flash else s
-    return keys - keys**2 / (2 * s) if flash and share.shape.causal else keys
 
 
 def _grouped(share: Share, keys_of_query: float) -> Piece:

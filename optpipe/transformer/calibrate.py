@@ -24,13 +24,13 @@ NAMES: tuple[Parameter, ...] = get_args(Parameter)
 STEP = -1e-3  # of a logarithm, for derivatives: down, since fractions end at 1
 ROUNDS, STEPS = 3, 30
 HUBER = 1.5  # standard deviations from which on an error counts by its size, not by its square
-UNEXPLAINED = "unexplained"  # what no parameter says
+UNEXPLAINED = "unexplained"  # what no parameter explains
 SURE = 1e-3  # the least standard deviation of an error
 LEAST = 1e-9  # instead of a parameter that is 0
 
 
 class Observation(NamedTuple):
-    """Something that was measured, and what a GPU of given parameters would take for it; both in ms."""
+    """Something that was measured, and what a GPU of some parameters would take for it; both in ms."""
 
     predict: Callable[[Gpu], float]
     measured_ms: float
@@ -78,8 +78,7 @@ def ratio_variances(gpu: Gpu, slopes: Floats) -> dict[str, float]:
 
 
 def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:
-    """Learn a GPU's parameters by robust least squares around what is known of it: its parameters and their covariance
-    are the prior.
+    """Learn a GPU's parameters by robust least squares around the prior: its parameters and their covariance.
 
     Returns the GPU with the parameters of the largest posterior, their covariance (Laplace's approximation), and the
     standard deviation of the errors that are left, outliers aside, as `unexplained`. Raises InputError if there is

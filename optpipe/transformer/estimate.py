@@ -48,7 +48,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a transformer takes on these GPUs, by formula; `problem` is made of it."""
+    """What a transformer takes on these GPUs, by formula; `problem` is the problem to schedule."""
 
     shape: Transformer
     parallelism: Parallelism
@@ -57,7 +57,7 @@ class Estimate:
 
     @cached_property
     def sequence(self) -> int:
-        """Tokens of a sequence. Raises InputError if neither the run nor the shape says it."""
+        """Tokens of a sequence. Raises InputError if neither the run nor the shape has it."""
         sequence = self.run.sequence or self.shape.sequence
         if sequence is None:
             raise InputError("sequence is missing: how many tokens a training sequence has")

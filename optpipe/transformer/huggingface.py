@@ -18,7 +18,7 @@ from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS
 from optpipe.transformer.records import Parallelism, Run, Transformer, Vectors
 
-MOST_LAYERS = 4000  # of a model that is made, as of a `Transformer`
+MOST_LAYERS = 4000  # of a model, as of a `Transformer`
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MTP = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 DROPOUT = ("resid_pdrop", "hidden_dropout", "dropout", "residual_dropout")
@@ -38,8 +38,8 @@ EXTRA = "transformers reads it: pip install 'optpipe[models]'"
 
 
 def read(text: str | bytes, what: str = "config") -> Transformer:
-    """The shape that a `config.json` describes. `sequence` stays None: a config says how long sequences may be, not how
-    long they are in training.
+    """The shape that a `config.json` describes. `sequence` stays None: a config has the longest sequences, not
+    those in training.
 
     Raises InputError if the text is not JSON, transformers cannot make such a model, or the model has parameters that a
     `Transformer` does not have.
@@ -61,7 +61,7 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
 
 
 def _plain(config: dict[str, Any], what: str) -> dict[str, Any]:
-    """The fields of a Llama config that says everything. Raises InputError for any other."""
+    """The fields of a Llama config that leaves nothing out. Raises InputError for any other."""
     if config.get("model_type") != "llama":
         raise InputError(f"{what}: model_type = {shown(config.get('model_type'))}: {EXTRA}")
     if missing := [name for name in PLAIN if name not in config]:
@@ -89,7 +89,7 @@ class _Layer:
     `experts`."""
 
     def __init__(self, module: Any) -> None:
-        self.parameters = dict(module.named_parameters())
+        self.parameters: dict[str, Any] = dict(module.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.has_experts = any("experts" in name.split(".") for name in self.shapes)
         groups: dict[str, list[tuple[str, Any]]] = {"attention": [], "mlp": [], "experts": []}

@@ -33,7 +33,7 @@ COLUMNS = {
 MEASURED = "iteration time (ms)"
 GPT_VOCABULARY = 50257
 VOCABULARY_MULTIPLE = 128  # Megatron-LM makes each rank's part of the vocabulary a multiple of it
-# What vTrain's rows have and no column says: Megatron-LM of 2022 with full recomputation, GPT's layers.
+# What vTrain's rows have in no column: Megatron-LM of 2022 with full recomputation, GPT's layers.
 MEGATRON = {"attention": "unfused", "recompute": "full"}
 
 
@@ -81,7 +81,7 @@ def one_f_one_b_ms(forward_ms: Floats, backward_ms: Floats, message_ms: float, m
 
 
 def _simulate(forward: Floats, backward: Floats, message: float, m: int) -> float:
-    """In the order of a clock by which each op takes a unit: what an op waits for is then always known."""
+    """In the order of a clock by which each op takes a unit: what an op waits for has then always run."""
     p = len(forward)
     f_end, b_end, free = np.zeros((p, m)), np.zeros((p, m)), np.zeros(p)
     for tick in range(2 * (m + p)):

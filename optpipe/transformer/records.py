@@ -39,7 +39,7 @@ class Transformer(Document):
     `query_groups` are the heads of keys and values, by default as many as `heads`; `head_size` is `hidden / heads` by
     default. A gated MLP has three matrices, others two. With `experts`, layer i has them if `i >= dense_layers` and
     `i + 1` is a multiple of `expert_every`; other layers have an MLP of width `ffn`. `shared_ffn` is the width of the
-    expert that every token passes. `sequence` is the length in training, None if it is not known.
+    expert that every token passes. `sequence` is the length in training, None if unknown.
 
     Without `vectors` each layer has two norms and the head one, and nothing has biases. An embedding of another width
     than `hidden` has a projection to it, and the head one back. With a `window` a query attends to so many tokens, the

@@ -20,27 +20,8 @@ from optpipe.model.ops import Kind
 from optpipe_solver.systems import generate
 
 PUBLISHED = Path(__file__).parents[2] / "examples" / "traces" / "primus-8x16"
-UNEVEN = problems.pipeline(3, 4, 100, [problems.stage((3 + s, 4, 2 + s)) for s in range(3)], p2p_ms=2.0)
-SPLIT = "{s}F0 {s}F1 {s}B0 {s}F2 {s}B1 {s}F3 {s}W0 {s}W1 {s}B2 {s}B3 {s}W2 {s}W3"
 DURATIONS = "stage,op,microbatch,duration_ms\n"
 HEADER = "stage,op,microbatch,start_ms,end_ms,device,step\n"
-
-
-@pytest.mark.parametrize("ahead", [17.5, -300.0])
-def test_a_simulated_step_gives_its_problem_back_whatever_the_devices_clocks_say(ahead: float, tmp_path: Path) -> None:
-    schedule = Schedule.parse(UNEVEN, [SPLIT.format(s=d).split() for d in range(3)])
-    (tmp_path / "ops.csv").write_text(recordings.csv_table(schedule, "tt", ahead))
-    found = problem_from("csv", tmp_path / "ops.csv", activation_bytes=10, activation_budget_bytes=100)
-    assert [stage.forward_ms for stage in found.problem.stages] == pytest.approx([3, 4, 5])
-    assert [stage.backward_weight_ms for stage in found.problem.stages] == pytest.approx([2, 3, 4])
-    assert found.problem.p2p_ms == pytest.approx(2.0)
-    assert found.schedule is not None
-    assert found.schedule.programs == schedule.programs
-    assert (found.replayed_ms, found.measured_ms) == (pytest.approx(schedule.makespan_ms),) * 2
-    assert [sentence.split(":")[0] for sentence in found.unknown] == [
-        "what stays saved from B until W",
-        "offloading and recomputing",
-    ]
 
 
 def test_the_published_trace_replayed_from_its_medians() -> None:

@@ -44,16 +44,17 @@ def of_table(text: str, folder: Path, **options: Any) -> Measurements:
 
 def require_same(found: Measurements, schedule: Schedule) -> None:
     """The problem, the order and the length of a step are those of the schedule."""
-    for stage, expected in zip(found.problem.stages, schedule.problem.stages, strict=True):
+    for stage, expected, times in zip(found.problem.stages, schedule.problem.stages, found.stages, strict=True):
         assert stage.device == expected.device
         assert stage.forward_ms == pytest.approx(expected.forward_ms)
         backward_ms = expected.backward_input_ms + expected.backward_weight_ms
         assert stage.backward_input_ms + stage.backward_weight_ms == pytest.approx(backward_ms)
+        assert stage.backward_weight_ms == pytest.approx(expected.backward_weight_ms if Kind.W in times else 0)
     assert found.problem.microbatches == schedule.problem.microbatches
     assert found.problem.p2p_ms == pytest.approx(schedule.problem.p2p_ms)
     assert found.schedule is not None
     assert found.schedule.programs == schedule.programs
-    assert found.measured_ms == pytest.approx(schedule.makespan_ms)
+    assert (found.replayed_ms, found.measured_ms) == (pytest.approx(schedule.makespan_ms),) * 2
 
 
 @pytest.mark.parametrize("form", ["csv", "primus", "gpu", "host"])
@@ -204,11 +205,16 @@ def test_an_order_that_cannot_have_run_is_not_used_and_a_line_says_why(table: st
     assert found.unused == (f"the measured order: {reason}",)
 
 
-def test_a_budget_below_what_ran_is_told(tmp_path: Path) -> None:
-    found = of_table(recordings.csv_table(FUSED, "t"), tmp_path, activation_budget_bytes=2, weight_share=0.5)
+def test_a_budget_below_what_ran_is_told_and_what_is_given_is_not_unknown(tmp_path: Path) -> None:
+    options = {"activation_bytes": 10, "activation_budget_bytes": 20, "weight_share": 0.5}
+    found = of_table(recordings.csv_table(FUSED, "t", ahead=17.5), tmp_path, **options)
     assert found.unused == (
-        "what the measured order holds: 3 bytes on device 0, more than the budget that was given, 2",
+        "what the measured order holds: 30 bytes on device 0, more than the budget that was given, 20",
     )
+    assert [sentence.split(":")[0] for sentence in found.unknown] == [
+        "what stays saved from B until W",
+        "offloading and recomputing",
+    ]
 
 
 def test_a_split_backward_in_the_letters_of_torch(tmp_path: Path) -> None:

@@ -110,8 +110,7 @@ def test_experts_are_divided_among_their_ranks_and_are_not_in_every_layer():
     assert four.pieces[4].expert_weights == one.pieces[4].expert_weights / 4
     assert [each.over for each in four.pieces[4].work.sent] == ["experts"]
     assert one.pieces[4].work.sent == ()
-    numbers = (sum(getattr(p, what) for p in four.pieces) for what in ("weights", "expert_weights"))
-    dense, experts = numbers
+    dense, experts = (sum(getattr(p, what) for p in four.pieces) for what in ("weights", "expert_weights"))
     divided = made(shape, {"dp": 4, "ep": 4, "zero": 1}).devices[0]
     assert divided.optimizer == pytest.approx(12 * (dense / 4 + experts), abs=1)
 
@@ -131,8 +130,7 @@ def test_a_problem_of_each_preset_can_be_scheduled(name):
 
 def test_layers_that_are_left_over_go_to_stages_without_embedding_and_head():
     """PipeOffload, section 5: one layer fewer in the first and the last stage. Its 10.5B model has 38 on 8 devices."""
-    e = made(MODELS["pipeoffload-10.5b"], {"pp": 8}, gpu="B200")
-    assert e.cuts == (5, 5, 5, 5, 5, 5, 5, 5)
+    assert made(MODELS["pipeoffload-10.5b"], {"pp": 8}, gpu="B200").cuts == (5,) * 8
     assert made(GPT, {"pp": 2, "layers": (1, 3)}).cuts == (2, 4)
 
 
@@ -156,9 +154,7 @@ def test_messages_to_other_nodes_take_the_network():
 
 
 def test_a_ring_leaves_a_node_by_all_network_cards_only_if_it_has_all_its_gpus():
-    """And has the latency of each of its steps."""
-    nbytes, gpu = 1e9, GPUS["A100"]
-    links = made(gpu="A100").clock.links
+    nbytes, gpu, links = 1e9, GPUS["A100"], made(gpu="A100").clock.links
     card_ms = 1000 * nbytes / (gpu.network_bytes_per_s * gpu.network_fraction)
     for ranks, stride, expected_ms in ((16, 1, card_ms / 8), (16, 2, card_ms), (2, 8, card_ms)):
         assert links.ring_ms(nbytes, ranks, stride, steps=0) == pytest.approx(expected_ms)
@@ -171,8 +167,7 @@ def test_a_ring_leaves_a_node_by_all_network_cards_only_if_it_has_all_its_gpus()
 
 def test_tokens_for_experts_on_other_nodes_leave_by_the_card_of_their_gpu():
     """Of 15 other GPUs 8 are on the other node; with tensor parallelism 2 there are four of the group on each."""
-    nbytes, gpu = 15e9, GPUS["A100"]
-    links = made(gpu="A100").clock.links
+    nbytes, gpu, links = 15e9, GPUS["A100"], made(gpu="A100").clock.links
     card, link = gpu.network_bytes_per_s * gpu.network_fraction, gpu.link_bytes_per_s * gpu.link_fraction
     assert links.exchange_ms(nbytes, 16, 1, steps=0) == pytest.approx(8e12 / card)
     assert links.exchange_ms(nbytes, 16, 2, steps=0) == pytest.approx(12e12 / card)
@@ -225,16 +220,13 @@ def test_an_op_takes_as_long_as_its_kernels_or_as_launching_them():
             assert times.ms == pytest.approx(max(kernels, launching), rel=1e-2)
 
 
-def test_recomputation_trades_bytes_for_time():
+def test_recomputation_trades_bytes_for_time_and_the_last_level_is_the_pair():
     each = [made(recompute=level, attention="unfused").layers[1] for level in ("none", "selective", "cheap", "full")]
     for before, after in pairwise(each):
         assert after.activation_bytes < before.activation_bytes
         assert after.backward_input_ms > before.backward_input_ms
     assert each[-1].backward_input_ms == pytest.approx(each[0].backward_input_ms + each[0].forward_ms)
     assert [cost.can_recompute for cost in each] == [True, True, True, False]
-
-
-def test_levels_keep_less_and_take_longer_and_the_last_one_is_the_pair():
     with_levels, pair = (made(attention="unfused", levels=each).problem.layers for each in (True, False))
     inner = next(k for k, layer in enumerate(pair) if layer.can_recompute)
     (full,), levels = pair[inner].all_levels, with_levels[inner].all_levels
@@ -282,10 +274,7 @@ def test_the_way_down_to_latent_vectors_is_not_divided_and_wide_ones_are_read_an
 def test_what_does_not_divide_is_refused(division, run, message):
     with pytest.raises(InputError, match=message):
         made(GPT, division, gpu="A100", **run)
-
-
-def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
-    e = made(MODELS["gpt-3-175b"], {"pp": 4, "tp": 8})
-    assert e.devices[0].budget < 0
+    fits_not = made(MODELS["gpt-3-175b"], {"pp": 4, "tp": 8})
+    assert fits_not.devices[0].budget < 0
     with pytest.raises(InputError, match=r"device 0 needs 104\.1 GB without any activation, the GPU has 85\.9"):
-        _ = e.problem
+        _ = fits_not.problem

@@ -42,7 +42,7 @@ Totals = dict[Kind, list[list[float]]]  # by device, of each iteration: the ms o
 
 class MegatronTimers:
     """Reads logs. Each op of an iteration has its share of the time in the log; a device with several ranks is as slow
-    as the slowest of them. Its `InputError` says which times the log lacks, or why they cannot be divided."""
+    as the slowest of them. Its `InputError` names the times that the log lacks, or why they cannot be divided."""
 
     name = "megatron-timers"
 

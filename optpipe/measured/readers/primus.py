@@ -22,7 +22,7 @@ from optpipe.model.ops import Kind
 
 
 class Sizes(NamedTuple):
-    """What `config.json` says of the run."""
+    """The run, by `config.json`."""
 
     devices: int
     chunks: int
@@ -30,8 +30,8 @@ class Sizes(NamedTuple):
 
 
 class Primus:
-    """Reads the folder of a dump. Its `InputError` names the file and what is wrong with it, or says that the chunks
-    cannot lie in the shape that is given."""
+    """Reads the folder of a dump. Its `InputError` names the file and what is wrong with it, or the shape in which
+    the chunks cannot lie."""
 
     name = "primus"
 
@@ -76,7 +76,7 @@ def _content(path: Path) -> Any:
 
 
 def _place(ops: Sequence[ChunkOp], sizes: Sizes, shape: str | None) -> Recording:
-    """The ops on their stages; where no shape is given, on those that wait for each other."""
+    """The ops on their stages; without a shape, on those that wait for each other."""
     placed = {name: [op.on_stage(sizes.devices, name) for op in ops] for name in SHAPES}
     if sizes.chunks == 1:
         return Recording(placed["looped"])

@@ -26,7 +26,7 @@ _AUTOGRAD = "autograd::engine::evaluate_function"
 
 
 class RanOp(NamedTuple):
-    """An op, when it began and how long it took; `worked` unless it is known to have done nothing."""
+    """An op, when it began and how long it took; `worked` unless it certainly did nothing."""
 
     op: Op
     start_ms: float
@@ -71,7 +71,7 @@ class _Thread(NamedTuple):
 def find_ranges(spans: Sequence[dict[str, Any]], path: str) -> dict[Any, Ranges]:
     """The ranges of each process that has some: of each GPU, or if none are on a GPU, of each process of the host.
 
-    Raises InputError for a range whose ops cannot be told apart, and for a stage that only the host has ranges of.
+    Raises InputError for a range whose ops cannot be distinguished, and for a stage that only the host has ranges of.
     """
     named = [each for each in spans if each.get("cat") in (DEVICE, HOST) and _ops_named(str(each.get("name")))]
     on_device = _by_process(each for each in named if each["cat"] == DEVICE)

@@ -40,7 +40,7 @@ class Process(NamedTuple):
     file: str
     rank: int
     ranges: Ranges
-    distributed: dict[str, Any]  # what its file says of the run
+    distributed: dict[str, Any]  # facts of the run in its file
     base_ms: float  # the moment from which the times of its ops count
 
     @property
@@ -180,8 +180,8 @@ def _parts_of_run(processes: Sequence[Process]) -> list[list[Process]]:
 
 
 def _pipelines_of(processes: Sequence[Process]) -> list[list[Process]]:
-    """The ranks of each pipeline: as their process groups say; without these all, or those of each folder, which are
-    replicas if all traces say their ranks: otherwise they may as well be of later steps.
+    """The ranks of each pipeline: by their process groups; without these all, or those of each folder, which are
+    replicas if all traces have ranks: otherwise they may as well be of later steps.
 
     Raises InputError if a stage is twice in a pipeline, or the trace of one of its ranks is missing: of a neighbour, or
     of one in its group.
