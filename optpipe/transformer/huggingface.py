@@ -89,13 +89,13 @@ class _Layer:
     `experts`."""
 
     def __init__(self, module: Any) -> None:
-        self.parameters: dict[str, Any] = dict(module.named_parameters())
+        self.parameters = dict(module.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.has_experts = any("experts" in name.split(".") for name in self.shapes)
         groups: dict[str, list[tuple[str, Any]]] = {"attention": [], "mlp": [], "experts": []}
         for name, parameter in self.parameters.items():
             *path, _ = name.split(".")
-            weight = self.parameters.get(".".join((*path, "weight")), parameter)
+            weight: Any = self.parameters.get(".".join((*path, "weight")), parameter)
             is_vector = max(weight.ndim, parameter.ndim) == 1
             in_attention = is_vector or any("attn" in part or "attention" in part for part in path)
             group = "experts" if "experts" in path else "attention" if in_attention else "mlp"
