@@ -42,7 +42,6 @@ STACKS = {
         ("transformers==5.24.0", "torch==2.13.0"),
         (
             "tests/runtime/test_huggingface.py",
-            "tests/runtime/test_causal_types.py",
             "tests/runtime/test_configs.py",
             "tests/core/test_configs.py",
         ),

@@ -25,7 +25,7 @@ from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.actions import messages_between, programs_of
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.lowering.prepare import prepare
-from optpipe_runtime.memory.clock import Clock
+from optpipe_runtime.memory.engines import Clock
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import Team

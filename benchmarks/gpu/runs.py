@@ -22,7 +22,7 @@ from optpipe.model.ops import COMPUTE, Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.memory.clock import Clock
+from optpipe_runtime.memory.engines import Clock
 from optpipe_runtime.pipeline import Pipeline
 
 WARM_UP, STEPS, ROUNDS = 2, 3, 2  # schedules alternate: steps before, steps that count, and how often

@@ -24,7 +24,7 @@ from optpipe.files import parse_json, read_text
 from optpipe_runtime.models.stages import stages_of
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage.io import LossFn
-from optpipe_runtime.torch_private.modules import buffers_of, parameters_of
+from optpipe_runtime.torch_private.tensors import buffers_of, parameters_of
 
 REQUIRED = ("stages", "placement", "loss_fn", "microbatches")  # arguments of `Pipeline` that are no options
 

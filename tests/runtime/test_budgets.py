@@ -20,7 +20,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.pipeline import step_runner
-from optpipe_runtime.ranks.parts import local
+from optpipe_runtime.torch_private.tensors import local
 
 FREE = 10**8
 
@@ -76,7 +76,7 @@ def profiled(program: Sequence[Sequence[str]], sharded: bool) -> Budgeted:
             problem.devices[number].activation_budget_bytes,
             messages_reserve(number, rank.layout, rank.io),
             sum({storage._cdata: storage.nbytes() for storage in found}.values()),
-            report.gathered_certified_bytes - sum(map(rank.replicas.parameter_bytes, modules)),
+            report.gathered_certified_bytes - sum(rank.replicas.sharded[s].parameter_bytes for s in modules),
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.memory.host_pool import OnHost
+from optpipe_runtime.memory.host_memory import OnHost
 
 PROGRAMS = [["0F0", "0O0", "0D0", "0F1", "0R0", "0B0", "0W0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
 COPY = "rank 0 was at 0D0: D of stage 0, micro-batch 0; what failed is 0O0: O of stage 0, micro-batch 0"

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.ranks.parts import placed
+from optpipe_runtime.ranks.gradients import placed
 
 RANKS = 2
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd

@@ -1,5 +1,5 @@
 """Levels of recomputation: what each keeps of a stage, what it must not keep, and schedules on two ranks. That stages
-of all kinds train as in a plain run is in `test_odd_stages` and `test_split_compiled`."""
+of all kinds train as in a plain run is in `test_odd_stages` and `test_split_stages`."""
 
 from __future__ import annotations
 
@@ -203,10 +203,6 @@ def test_levels_by_name_and_by_policy() -> None:
     assert own.keeps is not None
     assert own.keeps(aten.mm.default)
     assert not own.keeps(aten.mm.out)
-    with pytest.raises(InputError, match=r"^recompute has 'all': it must be 'cheap', 'selective', 'full', or a func"):
-        as_levels(["all"])
-    with pytest.raises(InputError, match=r"^recompute has 'cheap' twice: each level needs a name of its own$"):
-        as_levels(["cheap", "cheap"])
 
 
 def test_attention_that_is_written_out_is_kept_at_cheap_only(link: Link) -> None:
@@ -253,15 +249,13 @@ def test_wrong_levels_are_refused_on_every_rank(ranks: Ranks) -> None:
     problem = problems.pipeline(2, 1, 10**9, costs | {"levels": [level]})
     schedule = Schedule.parse(problem, [["0F0", "0C0", "0BW0"], ["1F0", "1BW0"]])
     for told in ranks(refused, schedule=schedule, given=[["all"], "cheap", ["full"] * 2, ["full"] * 9]):
-        assert [text.split(":")[0] for text in told[:4]] == [
-            "recompute has 'all'",
-            "recompute = 'cheap'",
-            "recompute has 'full' twice",
+        sentences = (
+            "recompute has 'all': it must be 'cheap', 'selective', 'full', or a func",
+            "recompute = 'cheap': must be a sequence",
+            "recompute has 'full' twice: each level needs a name of its own",
             "recompute has 9 entries",
-        ]
-        assert told[4] == (
-            "rank 0: device 0 recomputes stage 0 by level 'mine': this pipeline was made with recompute = ('full',)"
+            "rank 0: device 0 recomputes stage 0 by level 'mine': this pipeline was made with recompute = ('full',)",
+            "recompute = ('cheap',): with a schedule for every step a pipeline recomputes by level",
         )
-        assert told[5].startswith(
-            "recompute = ('cheap',): with a schedule for every step a pipeline recomputes by level"
-        )
+        assert all(map(str.startswith, told, sentences))
+        assert len(told) == len(sentences)

@@ -80,11 +80,7 @@ class Residual(nn.Sequential):
     ("model", "arguments", "sentence"),
     [
         (models.CausalLM(output_router_logits=True), ([0],), "model is a CausalLM with output_router_logits: its loss"),
-        (
-            nn.Linear(2, 2),
-            ([0],),
-            "model is a Linear: a causal language model of transformers needs a decoder",
-        ),
+        (nn.Linear(2, 2), ([0],), "model is a Linear: a causal language model of transformers needs a decoder"),
         (Residual(nn.Tanh()), ([0],), "model is a Residual: its own forward or hooks are lost"),
         (3, ([0],), "model is a int: must be a list of layers, an nn.Sequential, a causal language model"),
         ([nn.Tanh()], ([0, 0],), "placement has 2 stages: the model has 1 layers"),
@@ -297,10 +293,7 @@ def test_a_block_mask_is_cut_by_sequences() -> None:
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        (
-            Batch(torch.zeros(4), None, {"mask": torch.zeros(5, 4)}),
-            r"kwargs\['mask'\] has shape \[5, 4\]: its first d",
-        ),
+        (Batch(torch.zeros(4), None, {"mask": torch.zeros(5, 4)}), r"kwargs\['mask'\] has shape \[5, 4\]: its first d"),
         (
             Batch(torch.zeros(4), None, {"mask": torch.zeros(())}),
             r"kwargs\['mask'\] has shape \[\]: its first dimension",

@@ -20,11 +20,10 @@ from torch.nn import functional
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe_runtime.execute.batch import cut
-from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.host_memory import HostPool
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.stage.learn import learn
 from optpipe_runtime.stage.levels import FULL, Level, as_levels
-from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.runner import StageRunner, learn
 
 CPU = torch.device("cpu")
 LEVELS = as_levels(["full", "cheap"]) | {"everything": Level.by_policy("everything", lambda op: True)}
@@ -184,6 +183,14 @@ def require_as_plain(name: str, way: Way, link: Link) -> None:
         require_same(ours, theirs, exactly)
 
 
+def runner(module: nn.Module, link: Link, *inputs: Tensor, loss: Any = None) -> StageRunner:
+    """Which has learned these inputs."""
+    stage = StageRunner(0, module, CPU, link, HostPool(CPU), loss)
+    learn(stage, inputs, None if loss is None else ())
+    stage.start_step(inputs, 1)
+    return stage
+
+
 @pytest.mark.parametrize("recompute", [*LEVELS.values(), None])
 def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: Level | None, link: Link) -> None:
     """As in a plain run: not by learning the shapes, and once by F and C together, as targets are by the loss."""
@@ -205,19 +212,15 @@ def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: Level | Non
 
 @pytest.mark.parametrize("recompute", [*LEVELS.values(), None])
 def test_outputs_do_not_share_memory_with_the_batch(recompute: Level | None, link: Link) -> None:
-    stage = StageRunner(0, nn.Identity(), CPU, link, HostPool(CPU))
-    batch = torch.zeros(4 * BATCH, 8, WIDTH)
-    x = batch[:BATCH]
-    learn(stage, (x,))
-    stage.start_step((batch,), 1)
+    x = torch.zeros(4 * BATCH, 8, WIDTH)[:BATCH]
+    stage = runner(nn.Identity(), link, x)
     (y,) = stage.forward(0, (x,), recompute=recompute)
     assert y.untyped_storage().nbytes() == x.nbytes, "the next stage would hold, and move, the whole batch"
 
 
 def test_a_gradient_in_a_forward_is_recomputed_in_full_only(link: Link) -> None:
-    stage = StageRunner(3, STAGES["a gradient in a forward"](), CPU, link, HostPool(CPU))
-    learn(stage, (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
-    with pytest.raises(InputError, match=r"^stage 3 takes a gradient in its forward: only level 'full' recomputes"):
+    stage = runner(STAGES["a gradient in a forward"](), link, torch.zeros(BATCH, 8, WIDTH, requires_grad=True))
+    with pytest.raises(InputError, match=r"^stage 0 takes a gradient in its forward: only level 'full' recomputes"):
         stage.forward(0, (torch.zeros(BATCH, 8, WIDTH),), recompute=LEVELS["cheap"])
 
 
@@ -226,9 +229,8 @@ def test_a_gradient_in_a_forward_is_recomputed_in_full_only(link: Link) -> None:
 )
 def test_a_loss_without_a_gradient_is_refused_and_changes_nothing(loss: Callable[[Tensor], Any], link: Link) -> None:
     module = nn.Sequential(nn.BatchNorm1d(8), linear())
-    stage = StageRunner(0, module, CPU, link, HostPool(CPU), loss)
     with pytest.raises(InputError, match=r"^(the loss requires no gradient|loss_fn must return a tensor)"):
-        learn(stage, (torch.ones(BATCH, 8, WIDTH),), ())
+        runner(module, link, torch.ones(BATCH, 8, WIDTH), loss=loss)
     assert module[0].num_batches_tracked == 0
     assert torch.equal(module[0].running_mean, torch.zeros(8))  # type: ignore[arg-type]
 
@@ -242,9 +244,7 @@ def test_a_batch_that_requires_a_gradient_is_refused() -> None:
 
 def test_parameters_may_be_frozen_later_but_not_unfrozen(link: Link) -> None:
     module, x, ones = linear(), torch.zeros(BATCH, 8, WIDTH), torch.ones(BATCH, 8, WIDTH)
-    stage = StageRunner(0, module, CPU, link, HostPool(CPU))
-    learn(stage, (x,))
-    stage.start_step((x,), 1)
+    stage = runner(module, link, x)
     module.requires_grad_(False)
     stage.forward(0, (x,))
     stage.backward(0, (ones,), split=False)
@@ -258,11 +258,10 @@ def test_parameters_may_be_frozen_later_but_not_unfrozen(link: Link) -> None:
 def test_a_gradient_that_no_stage_waits_for_is_an_error(link: Link) -> None:
     """An input that the stage did not use when it was learned, and uses now."""
     uses = False
-    stage = StageRunner(0, Of(lambda f, x, y: f(x) + y if uses else f(x), linear()), CPU, link, HostPool(CPU))
-    learn(stage, (torch.zeros(BATCH, WIDTH, requires_grad=True), torch.zeros(BATCH, WIDTH, requires_grad=True)))
+    x, y = (torch.zeros(BATCH, WIDTH, requires_grad=True) for _ in range(2))
+    stage = runner(Of(lambda f, x, y: f(x) + y if uses else f(x), linear()), link, x, y)
     assert stage.io[0].asked == (0,)
     uses = True
-    stage.start_step((), 1)
     stage.forward(0, (torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)))
     with pytest.raises(InputError, match=r"^stage 0 has a gradient for its input 1, which had none at the start"):
         stage.backward(0, (torch.ones(BATCH, WIDTH),), split=False)

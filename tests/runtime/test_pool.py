@@ -23,9 +23,9 @@ from support.ranks.worker import Ranks
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe.text import bytes_text, distinct_sizes
-from optpipe_runtime.memory import host_memory, host_pool, pci
+from optpipe_runtime.memory import host_memory, pci
 from optpipe_runtime.memory.engines import ThreadEngine
-from optpipe_runtime.memory.host_pool import PAGE, HostPool, OnHost
+from optpipe_runtime.memory.host_memory import PAGE, HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 
 PATIENCE_S = 60.0
@@ -127,7 +127,7 @@ def test_locked_memory_has_the_exact_size_and_is_unlocked_before_it_is_freed(mon
 
 def test_large_memory_is_locked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the training could launch nothing for seconds."""
-    monkeypatch.setattr(host_pool, "PIECE", 2 * PAGE["cuda"])
+    monkeypatch.setattr(host_memory, "PIECE", 2 * PAGE["cuda"])
     driver, pool = Driver(monkeypatch), HostPool(CUDA)
     pages = pool.take(5 * PAGE["cuda"])
     locked = {address: nbytes for what, address, nbytes, *_ in driver.told[1::2]}
@@ -183,7 +183,7 @@ def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_that_cannot_be_mapped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "free_bytes", lambda: None)
-    monkeypatch.setattr(host_pool, "PIECE", 1 << 60)
+    monkeypatch.setattr(host_memory, "PIECE", 1 << 60)
     with pytest.raises(OptPipeError, match=r"^1150000 TB of host memory could not be allocated: \[Errno 12\]"):
         HostPool(CPU).reserve(1 << 60)
 
@@ -217,15 +217,15 @@ def test_what_the_system_can_give_is_known_before(
 
 
 def test_a_step_takes_pages_while_others_are_being_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, begun, go_on = HostPool(CPU), threading.Event(), threading.Event()
+    pool, begun, go_on, allocate = HostPool(CPU), threading.Event(), threading.Event(), host_memory.allocate
     pool.reserve(2 * PAGE["cpu"])
 
     def slow(nbytes: int, device: torch.device) -> Any:
         begun.set()
         assert go_on.wait(60)
-        return host_memory.allocate(nbytes, device)
+        return allocate(nbytes, device)
 
-    monkeypatch.setattr(host_pool, "allocate", slow)
+    monkeypatch.setattr(host_memory, "allocate", slow)
     beside = threading.Thread(target=pool.reserve, args=(4 * PAGE["cpu"],))
     beside.start()
     assert begun.wait(60)

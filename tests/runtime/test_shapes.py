@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from optpipe_runtime.stage.io import Spec, StageIO
-from optpipe_runtime.stage.shapes import Dimensions, LearnedRoutes, RouteSpecs, Shape, extremes_first
+from optpipe_runtime.stage.io import Dimensions, LearnedRoutes, RouteSpecs, Shape, Spec, StageIO, extremes_first
 
 WIDTH = 8
 

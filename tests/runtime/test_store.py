@@ -1,10 +1,11 @@
 """Offloaded tensors really leave: weak references show freed storages, using an offloaded tensor raises, and reloaded
-bytes are the same."""
+bytes are the same. They leave the process, too: its own memory, as the kernel counts it, falls at D and grows at R."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,13 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from examples import gpt
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.ops import Kind
-from optpipe_runtime.memory.activation import balance
-from optpipe_runtime.memory.host_pool import PAGE, HostPool
+from optpipe_runtime.memory.activation import OffloadedError, balance
+from optpipe_runtime.memory.host_memory import PAGE, HostPool
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.memory.saved import OffloadedError
-from optpipe_runtime.stage.learn import learn
 from optpipe_runtime.stage.levels import FULL, LEVELS, Level
-from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.runner import StageRunner, learn
 
 CPU = torch.device("cpu")
 SHAPE = (2, cases.LENGTH, cases.WIDTH)
@@ -85,35 +84,21 @@ def test_offload_and_reload_change_no_bit(link: Link, parts: int, split: bool) -
     assert pool.peak_bytes == sum(map(pool.size, stage.part_bytes(parts)))
 
 
-def test_the_received_input_is_freed_too(link: Link) -> None:
-    stage, _ = make(nn.Linear(cases.WIDTH, cases.WIDTH), link)
+@pytest.mark.parametrize("module", [nn.Linear(cases.WIDTH, cases.WIDTH), nn.Flatten()])
+def test_the_received_input_is_freed_too(link: Link, module: nn.Module) -> None:
+    """At once if nothing has saved it. Whoever uses it while it is away gets an error."""
+    stage, _ = make(module, link)
     x = torch.randn(SHAPE)
-    memory = StorageWeakRef(x.untyped_storage())
+    memory, saves = StorageWeakRef(x.untyped_storage()), isinstance(module, nn.Linear)
     stage.forward(0, (x,))
     del x
-    assert not memory.expired(), "the weight gradient needs it"
+    assert (stage.held_bytes(0) > 0) == (not memory.expired()) == saves
     stage.offload(0, 0)
     stage.drop(0, 0)
     assert memory.expired()
-
-
-def test_an_input_that_nothing_saved_is_freed(link: Link) -> None:
-    stage, _ = make(nn.Flatten(), link)
-    x = torch.randn(SHAPE)
-    memory = StorageWeakRef(x.untyped_storage())
-    stage.forward(0, (x,))
-    del x
-    assert memory.expired()
-    assert stage.held_bytes(0) == 0
-
-
-def test_using_an_offloaded_tensor_raises(link: Link) -> None:
-    stage, _ = make(cases.Block(), link)
-    stage.forward(0, (torch.randn(SHAPE),))
-    stage.offload(0, 0)
-    stage.drop(0, 0)
-    with pytest.raises(OffloadedError, match="while it is offloaded"):
-        stage.backward(0, (torch.randn(SHAPE),), split=False)
+    if saves:
+        with pytest.raises(OffloadedError, match="while it is offloaded"):
+            stage.backward(0, (torch.randn(SHAPE),), split=False)
 
 
 class Remembering(nn.Module):
@@ -268,3 +253,68 @@ def test_an_output_that_the_stage_saved_leaves_as_a_copy(link: Link) -> None:
     assert held > 0
     assert stage.held_bytes(0) == 0, "who got the output must not hold our memory"
     assert torch.equal(y, before)
+
+
+# The memory of the process
+
+
+BLOCK, BLOCKS = 36 << 20, 4  # bytes, and how many of them a forward saves
+SLACK = BLOCK // 4  # what else comes and goes in the process
+
+
+class Large(nn.Module):
+    """Saves each of its steps, and nothing else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(BLOCKS):
+            x = torch.exp(x * 0.1)
+        return x.sum()
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process in memory: `Anon` is what programs allocate, `Shmem` what is mapped as shared."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"Rss{kind}:"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_each_op_allocates_and_frees_the_bytes_it_should(link: Link, split: bool) -> None:
+    gc.collect()  # what earlier tests left
+    pool = HostPool(CPU)
+    stage = StageRunner(0, Large(), CPU, link, pool)
+    x = torch.ones(BLOCK // 4)
+    learn(stage, (x[:2048].clone().requires_grad_(),))
+    stage.start_step((x,), BLOCKS)
+    stage.forward(0, (x[:2048].clone(),))
+    stage.backward(0, (torch.ones(()),), split=False)  # torch loads what it needs
+    device, host = resident("Anon"), resident("Shmem")
+
+    def require(blocks: int, pages: int, where: str) -> None:
+        assert abs(resident("Anon") - device - blocks * BLOCK) < SLACK, (
+            f"{where}: {(resident('Anon') - device) / BLOCK} blocks"
+        )
+        assert abs(resident("Shmem") - host - pages * BLOCK) < SLACK, (
+            f"{where}: {(resident('Shmem') - host) / BLOCK} blocks on the host"
+        )
+        assert stage.held_bytes(0) == blocks * BLOCK
+
+    stage.forward(0, (x.requires_grad_(),))
+    require(BLOCKS, 0, "F")
+    for k in range(BLOCKS):
+        for handle in stage.offload(0, k):
+            handle.wait()
+        require(BLOCKS - k, k + 1, f"O.{k}")
+        stage.drop(0, k)
+        require(BLOCKS - k - 1, k + 1, f"D.{k}")
+    for k in range(BLOCKS):
+        for handle in stage.reload(0, k):
+            handle.wait()
+        require(k + 1, BLOCKS, f"R.{k}")
+    stage.backward(0, (torch.ones(()),), split)
+    require(0, BLOCKS, "B")  # where W is still to come, it needs nothing
+    again = pool.take(BLOCKS * BLOCK)
+    again[-1].zero_()
+    require(0, BLOCKS, "pages are used again")
+    stage = StageRunner(0, Large(), CPU, link, HostPool(CPU))
+    del pool, again
+    require(0, 0, "pages go with their pool")

@@ -15,36 +15,19 @@ from support.examples import examples
 from support.fakes.cuda import CPU, CUDA, SHAPE, Event, Races, Unordered
 from support.problems.strategies import schedules
 from support.ranks import cases
+from support.ranks.programs import programs
 
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
 from optpipe_runtime.features.host_optimizer import HostOptimizer
 from optpipe_runtime.memory import link as link_module
 from optpipe_runtime.memory.engines import StreamEngine
-from optpipe_runtime.memory.host_pool import HostPool, OnHost
+from optpipe_runtime.memory.host_memory import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.stage import runner
-from optpipe_runtime.stage.learn import learn
-from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.runner import StageRunner, learn
 
-AWAY = [
-    "0F0",
-    "0O0",
-    "0O0.1",
-    "0F1",
-    "0D0",
-    "0D0.1",
-    "0O1",
-    "0D1",
-    "0R0.1",
-    "0R0",
-    "0O1.1",
-    "0BW0",
-    "0D1.1",
-    "0R1",
-    "0R1.1",
-    "0BW1",
-]
+(AWAY,) = programs("0F0 0O0 0O0.1 0F1 0D0 0D0.1 0O1 0D1 0R0.1 0R0 0O1.1 0BW0 0D1.1 0R1 0R1.1 0BW1")
 PROBLEM = cases.problem([0], 3, offload_parts=2)
 
 
@@ -113,8 +96,7 @@ class Unawaited(StreamEngine):
 
 @pytest.mark.parametrize("full_duplex", [False, True])
 @pytest.mark.parametrize(
-    ("engine", "raced"),
-    [(Unordered, "copy_.default and its allocation"), (Unawaited, "its end and copy_.default")],
+    ("engine", "raced"), [(Unordered, "copy_.default and its allocation"), (Unawaited, "its end and copy_.default")]
 )
 def test_the_simulation_finds_unordered_accesses(engine: Any, raced: str, full_duplex: bool) -> None:
     ops = [Op.parse(text) for text in AWAY]

@@ -25,7 +25,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import prepare
-from optpipe_runtime.memory.host_pool import PAGE
+from optpipe_runtime.memory.host_memory import PAGE
 from optpipe_runtime.swap.step_times import StepTimes
 
 PLACEMENTS = {2: [0, 1, 1, 0], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}

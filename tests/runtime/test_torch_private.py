@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe_runtime.torch_private import fsdp, groups, modules, pipelining, tensors, trees
+from optpipe_runtime.torch_private import fsdp, groups, pipelining, tensors
 
 aten = torch.ops.aten
 TIMEOUT = timedelta(seconds=77)
@@ -40,7 +40,7 @@ def spread() -> DTensor:
 
 
 def made_again(tensor: DTensor) -> DTensor:
-    return DTensor(tensors.own_part(tensor), tensors.spec(tensor), requires_grad=False)
+    return DTensor(tensors.local(tensor), tensors.spec(tensor), requires_grad=False)
 
 
 def hooked(kind: str) -> nn.Parameter:
@@ -86,7 +86,7 @@ def with_hook(module: nn.Module) -> nn.Module:
 
 
 def of_compiled(compiled: nn.Module, plain: nn.Module) -> bool:
-    return modules.is_compiled(compiled) and not modules.is_compiled(plain)
+    return tensors.is_compiled(compiled) and not tensors.is_compiled(plain)
 
 
 def in_place(layer: nn.Module) -> nn.Module:
@@ -104,7 +104,7 @@ def breaking() -> bool:
     try:
         unbroken(torch.ones(2))
     except Exception as error:
-        return modules.must_stay_whole(error) and not modules.must_stay_whole(ValueError())
+        return tensors.must_stay_whole(error) and not tensors.must_stay_whole(ValueError())
     return False
 
 
@@ -137,7 +137,7 @@ HOLDS: dict[ModuleType, dict[str, Callable[[], bool]]] = {
         ),
         "base": lambda: tensors.base(X[0]) is X and tensors.base(X) is None,
         "unview": lambda: tensors.unview(X.t()).untyped_storage().data_ptr() == X.data_ptr() and X.t()._is_view(),
-        "own_part": lambda: type(tensors.own_part(spread())) is Tensor,
+        "local": lambda: type(tensors.local(spread())) is Tensor,
         "spec": lambda: made_again(spread()).placements == (Replicate(),),
         "has_hooks": lambda: (
             not tensors.has_hooks(LEAF)
@@ -152,19 +152,15 @@ HOLDS: dict[ModuleType, dict[str, Callable[[], bool]]] = {
         ),
         "is_mapping": lambda: mapped() == [True] and not tensors.is_mapping(),
         "without_subclass_functions": lambda: type(without()) is Tensor,
-    },
-    trees: {
-        "tree_flatten": lambda: trees.tree_flatten([X, {"a": 1}])[0] == [X, 1],
-        "tree_leaves": lambda: trees.tree_leaves((1, [2, {"a": 3}])) == [1, 2, 3],
-        "tree_map_only": lambda: trees.tree_map_only(int, str, [1, "b"]) == ["1", "b"],
-        "tree_unflatten": lambda: trees.tree_unflatten([5], trees.tree_flatten({"a": 1})[1]) == {"a": 5},
-    },
-    modules: {
-        "parameters_of": lambda: modules.parameters_of(LAYER)["weight"] is LAYER.weight,
-        "buffers_of": lambda: set(modules.buffers_of(nn.BatchNorm1d(2))) >= {"running_mean", "running_var"},
-        "is_wrapped": lambda: modules.is_wrapped(with_hook(nn.Linear(2, 2))) and not modules.is_wrapped(LAYER),
+        "tree_flatten": lambda: tensors.tree_flatten([X, {"a": 1}])[0] == [X, 1],
+        "tree_leaves": lambda: tensors.tree_leaves((1, [2, {"a": 3}])) == [1, 2, 3],
+        "tree_map_only": lambda: tensors.tree_map_only(int, str, [1, "b"]) == ["1", "b"],
+        "tree_unflatten": lambda: tensors.tree_unflatten([5], tensors.tree_flatten({"a": 1})[1]) == {"a": 5},
+        "parameters_of": lambda: tensors.parameters_of(LAYER)["weight"] is LAYER.weight,
+        "buffers_of": lambda: set(tensors.buffers_of(nn.BatchNorm1d(2))) >= {"running_mean", "running_var"},
+        "is_wrapped": lambda: tensors.is_wrapped(with_hook(nn.Linear(2, 2))) and not tensors.is_wrapped(LAYER),
         "compiled_call": lambda: (
-            modules.compiled_call(LAYER) is None and callable(modules.compiled_call(in_place(nn.Linear(2, 2))))
+            tensors.compiled_call(LAYER) is None and callable(tensors.compiled_call(in_place(nn.Linear(2, 2))))
         ),
         "is_compiled": lambda: (
             of_compiled(in_place(nn.Linear(2, 2)), LAYER) and of_compiled(torch.compile(LAYER, backend="eager"), LAYER)

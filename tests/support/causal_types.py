@@ -19,7 +19,7 @@ from torch import Tensor
 
 from optpipe.errors import InputError
 from optpipe_runtime import stages_of
-from optpipe_runtime.models.small import narrow_config
+from optpipe_runtime.models.proof import narrow_config
 
 LAYERS = 8
 HEADS = ("CausalLM", "SequenceClassification")

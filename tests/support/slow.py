@@ -37,7 +37,7 @@ PATTERNS = (
     # Other projects' programs, and their readers
     "runtime/test_torch_pipelining.py*",
     "runtime/test_megatron.py*",
-    "runtime/test_split_compiled.py*",
+    "runtime/test_split_stages.py::test_*compiled*",
     # Pages and examples of the docs
     "docs/test_blocks.py*",
     "docs/test_notebook.py*",

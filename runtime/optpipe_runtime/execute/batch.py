@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from optpipe.errors import InputError
-from optpipe_runtime.stage.io import Kwargs, tensors_in
-from optpipe_runtime.stage.shapes import Shape
-from optpipe_runtime.torch_private.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from optpipe_runtime.stage.io import Kwargs, Shape, tensors_in
+from optpipe_runtime.torch_private.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 
 class _First:

@@ -18,8 +18,7 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import OpRecord, StepRecord, StepReport
 from optpipe_runtime.execute.stage_ops import StageOps
 from optpipe_runtime.lowering.plan import Action, Plan
-from optpipe_runtime.memory.clock import Clock
-from optpipe_runtime.memory.engines import Handle
+from optpipe_runtime.memory.engines import Clock, Handle
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, tensors_in
 
 log = logging.getLogger("optpipe.runtime")
@@ -154,7 +153,7 @@ class Executor:
             io = self._io(message.stage, message.microbatch)
             self._messages.post(message, source, io.inputs if message.kind == Kind.F else io.output_gradients)
         for s in action.gathers:
-            if s in self._rank.freshen and self._rank.replicas.ranks(s):
+            if s in self._rank.freshen and self._rank.replicas.sharded[s].ranks:
                 self._rank.freshen[s]()  # the shards, before they are gathered
             self._rank.replicas.gather(s)
 
@@ -196,7 +195,7 @@ class Executor:
         elif op in step.windows.ends:
             self._rank.replicas.forget()
         elif step.evaluating and op in step.plan.closing:
-            self._rank.replicas.shard(op.stage)
+            self._rank.replicas.sharded[op.stage].shard()
         reductions.resume()
 
     def _begin_stage(self, step: StepRecord, s: int) -> None:
@@ -295,7 +294,12 @@ class ByteCounts:
         if step.counting or key not in self._certified:
             self._certified[key] = (
                 plan.message_peak(self._rank.message_bytes, evaluating),
-                plan.gathered_peak(replicas.parameter_bytes, replicas.gradient_bytes, evaluating, reduced),
+                plan.gathered_peak(
+                    lambda s: replicas.sharded[s].parameter_bytes,
+                    lambda s: replicas.sharded[s].gradient_bytes,
+                    evaluating,
+                    reduced,
+                ),
             )
         return self._certified[key]
 

@@ -33,10 +33,10 @@ from optpipe.model.ops import Op
 from optpipe_runtime.lowering.plan import WEIGHT, Plan
 from optpipe_runtime.memory.engines import Handle, copy_engine
 from optpipe_runtime.ranks.cpu_group import CpuGroup
-from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.split import main_grad
+from optpipe_runtime.torch_private.tensors import local
 
 
 class GradientMeans:
@@ -74,7 +74,7 @@ class GradientMeans:
 
     def end_window(self, s: int) -> None:
         """Divides what is about to be reduced of a stage that is reduced several times a step."""
-        self._divide(tensor for _, tensor in self._replicas.whole_gradients(s))
+        self._divide(tensor for _, tensor in self._replicas.sharded[s].whole_gradients())
 
     @torch.no_grad()
     def _divide(self, sums: Iterable[Tensor]) -> None:
@@ -84,16 +84,16 @@ class GradientMeans:
 
     def _parameters(self, s: int) -> set[int]:
         """The identities of a stage's parameters, of sharded ones those of the shards."""
-        plain = self._replicas.unsharded(s, self._stages[s].parameters())
-        return {id(parameter) for parameter in (*plain, *self._replicas.shards(s))}
+        plain = self._replicas.sharded[s].unsharded(self._stages[s].parameters())
+        return {id(parameter) for parameter in (*plain, *self._replicas.sharded[s].shards())}
 
     def _sums(self, s: int) -> Iterator[tuple[int, Tensor]]:
         """What backwards of a stage add to, by parameter. Gradients of shards are means already."""
-        for parameter in self._replicas.unsharded(s, self._stages[s].parameters()):
+        for parameter in self._replicas.sharded[s].unsharded(self._stages[s].parameters()):
             for tensor in (parameter.grad, main_grad(parameter)):
                 if tensor is not None:
                     yield id(parameter), tensor
-        yield from self._replicas.whole_gradients(s)
+        yield from self._replicas.sharded[s].whole_gradients()
 
 
 class Windows(NamedTuple):
@@ -140,7 +140,7 @@ def require_windows(replicas: Replicas, whole: int | None) -> None:
     if not isinstance(whole, int) or whole < 1:
         raise InputError(f"whole_gradients = {whole!r}: must be an integer, at least 1, or None for all stages")
     for s, module in replicas.modules.items():
-        if any(p.requires_grad for p in module.parameters()) and not replicas.is_sharded(s):
+        if any(p.requires_grad for p in module.parameters()) and not replicas.sharded[s].is_sharded:
             raise InputError(
                 f"whole_gradients = {whole}: stage {s} is not sharded over replicas, so its gradients stay whole: use "
                 "fully_shard"
@@ -150,7 +150,7 @@ def require_windows(replicas: Replicas, whole: int | None) -> None:
                 f"whole_gradients = {whole}: stages {sorted(replicas.sharing[s])} share a parameter, whose gradient is "
                 "whole until both are complete: leave out whole_gradients"
             )
-    spans = sorted({tuple(sorted(ranks)) for s in replicas.modules if (ranks := replicas.ranks(s))})
+    spans = sorted({tuple(sorted(ranks)) for s in replicas.modules if (ranks := replicas.sharded[s].ranks)})
     if len(spans) > 1:
         raise InputError(
             f"whole_gradients = {whole}: a rank's stages must be sharded over the same ranks, these are over {spans}"
@@ -214,7 +214,7 @@ class Reductions:
 
     def end_window(self, s: int) -> None:
         """In a step that counts, behind the last op of a window: starts to reduce what it has added up."""
-        self.start(s, self._replicas.window)
+        self.start(s, lambda s: self._replicas.sharded[s].take_window())
 
     def start(self, s: int, reduction: Callable[[int], Reduction]) -> Handle:
         """Starts to reduce what a stage has added up. Nothing else may use these gradients from here on. On CUDA,
@@ -231,7 +231,7 @@ class Reductions:
             with self._replicas.exchanging():
                 self._under_way.pop(s).wait()
             del self._read[s]
-            self._replicas.end_window(s)
+            self._replicas.sharded[s].end_reduction()
 
     def when_ended(self, s: int, run: Callable[[], object]) -> None:
         """Runs this once the gradients of a stage here are those of this step over all replicas: at once, in `resume`,
@@ -266,7 +266,8 @@ class Reductions:
                 last.wait()
         self._under_way.clear()
         self._read.clear()
-        self._replicas.end_reductions()
+        for sharded in self._replicas.sharded.values():
+            sharded.end_reduction()
         while self._waiting:
             for run in self._waiting.pop(next(iter(self._waiting))):
                 run()

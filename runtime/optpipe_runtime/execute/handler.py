@@ -10,8 +10,7 @@ from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.memory.clock import Clock
-from optpipe_runtime.memory.engines import Handle
+from optpipe_runtime.memory.engines import Clock, Handle
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
 from optpipe_runtime.stage.trial import Spread, Trials

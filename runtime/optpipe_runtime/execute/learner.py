@@ -13,9 +13,8 @@ import torch
 from optpipe.errors import InputError
 from optpipe_runtime.execute.batch import Batch, BatchShapes, shape_of, together
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.stage.io import Spec, StageIO
-from optpipe_runtime.stage.learn import learn
-from optpipe_runtime.stage.shapes import LearnedRoutes, RouteSpecs, Shape, extremes_first
+from optpipe_runtime.stage.io import LearnedRoutes, RouteSpecs, Shape, Spec, StageIO, extremes_first
+from optpipe_runtime.stage.runner import learn
 
 Modes = tuple[int, ...]  # by rank
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from optpipe.errors import InputError
 from optpipe_runtime.lowering.plan import UNDER_WAY, Message
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.subgroup import Transfer
-from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.ranks.team import Team, Transfer
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors
 
 

@@ -17,13 +17,12 @@ from optpipe_runtime.execute.handler import Feature
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.lowering.prepare import require_kinds, require_levels
-from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.host_memory import HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.replicas import Replicas
-from optpipe_runtime.ranks.subgroup import LostError
-from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.ranks.team import LostError, Team
 from optpipe_runtime.stage.io import StageIO
 from optpipe_runtime.stage.levels import Level
 from optpipe_runtime.stage.runner import StageRunner

@@ -13,8 +13,7 @@ from optpipe.model.ops import Op
 from optpipe_runtime.execute.batch import Cut
 from optpipe_runtime.execute.gradients import Windows
 from optpipe_runtime.lowering.plan import Message, Plan
-from optpipe_runtime.memory.clock import Clock
-from optpipe_runtime.memory.engines import Handle
+from optpipe_runtime.memory.engines import Clock, Handle
 
 
 class OpTime(NamedTuple):

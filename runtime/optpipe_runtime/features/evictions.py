@@ -36,11 +36,9 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.lowering.plan import Plan, StageMicrobatch
 from optpipe_runtime.measure.together import WARM_UP, routes
-from optpipe_runtime.memory.clock import Clock
-from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_engine
+from optpipe_runtime.memory.engines import Clock, CopyEngine, Handle, copy_engine
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.subgroup import Subgroup, Transfer
-from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.ranks.team import Subgroup, Team, Transfer
 from optpipe_runtime.stage.io import Tensors
 from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.trial import Spread, Trial, Trials

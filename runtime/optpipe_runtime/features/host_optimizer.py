@@ -19,8 +19,8 @@ from optpipe.errors import InputError
 from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_all
 from optpipe_runtime.memory.host_memory import allocate
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.ranks.parts import local, placed
-from optpipe_runtime.torch_private.tensors import version
+from optpipe_runtime.ranks.gradients import placed
+from optpipe_runtime.torch_private.tensors import local, version
 
 # Makes the optimizer of a stage from its parameters on the host, with their names.
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

@@ -19,8 +19,7 @@ from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.features.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.together import together
-from optpipe_runtime.memory.clock import Clock
-from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine
+from optpipe_runtime.memory.engines import Clock, CopyEngine, Handle, ThreadEngine
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Tensors
 from optpipe_runtime.stage.trial import OpTimer, Spread, Trials

@@ -24,10 +24,9 @@ from optpipe.formats import torch_csv
 from optpipe.model.ops import OP, Kind, Op
 from optpipe.schedule import Schedule, check
 from optpipe_runtime.lowering.plan import StageMicrobatch
-from optpipe_runtime.memory.activation import Activation
-from optpipe_runtime.memory.host_pool import HostPool, OnHost
+from optpipe_runtime.memory.activation import Activation, storage_key
+from optpipe_runtime.memory.host_memory import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.memory.saved import storage_key
 from optpipe_runtime.torch_private.pipelining import (
     WAITS_FOR_SENDS,
     Action,
@@ -35,7 +34,7 @@ from optpipe_runtime.torch_private.pipelining import (
     replaced,
     stages_of_schedule,
 )
-from optpipe_runtime.torch_private.trees import tree_leaves
+from optpipe_runtime.torch_private.tensors import tree_leaves
 
 MOVE = re.compile(r"\d+[ODR]")
 

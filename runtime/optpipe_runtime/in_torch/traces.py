@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from optpipe.errors import InputError
 from optpipe.measured.readers.torch_ranges import DEVICE, HOST
-from optpipe_runtime.memory.clock import Clock
+from optpipe_runtime.memory.engines import Clock
 from optpipe_runtime.torch_private.groups import described_groups
 from optpipe_runtime.torch_private.pipelining import (
     COMPUTE_LOSS,

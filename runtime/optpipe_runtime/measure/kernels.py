@@ -18,7 +18,7 @@ from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Precision, Run
 from optpipe.transformer.times import Clock as Formulas
 from optpipe.transformer.work import Matmul
-from optpipe_runtime.memory.clock import Clock
+from optpipe_runtime.memory.engines import Clock
 
 MEASURED = ("matmul_fraction", "matmul_depth", "attention_fraction", "memory_fraction", "host_us")
 VAGUE = 10.0  # standard deviation of a logarithm: before it is measured, a parameter may be anything
@@ -44,22 +44,11 @@ CPU = Sizes((128, 512), (16, 64, 256, 1024), (2**22, 2**24), (128, 256), repeats
 
 
 def measure(gpu: Gpu, device: torch.device, sizes: Sizes | None = None) -> Gpu:
-    """Measure the parameters of `MEASURED` on this device.
+    """Measure the parameters of `MEASURED` and their covariance on a device: CUDA, where matmuls have 16 bits, or a
+    CPU, where they have 32. By default it takes a minute at most.
 
-    Parameters
-    ----------
-    gpu
-        The device's data sheet: fractions are of its figures. On a CPU they are of whatever GPU is named.
-    device
-        CUDA, where matmuls have 16 bits, or a CPU, where they have 32.
-    sizes
-        What is measured; by default what suits the device and takes about a minute at most.
-
-    Returns
-    -------
-    Gpu
-        With the parameters and their covariance. Links, network and what is left unexplained of an iteration are as
-        they were.
+    `gpu` is the device's data sheet: fractions are of its figures. Links, network and what is left unexplained of an
+    iteration stay as they are in it.
     """
     precision: Precision = "bf16" if device.type == "cuda" else "fp32"
     formulas = Formulas(gpu, Parallelism(), Run(microbatches=1, precision=precision))

@@ -24,27 +24,13 @@ LEAST = {"offload_bytes", "evict_bytes", *DEVICE_LEAST}
 
 @dataclass(frozen=True)
 class Measured:
-    """What `profile` found.
-
-    Attributes
-    ----------
-    problem
-        It holds the medians.
-    stages
-        For each stage, the spread of each of its times, by name; those of levels as `cheap.recompute_ms`.
-    links
-        The spread of a message's time from one rank to another.
-    places
-        Where the GPU of each rank is (of its first inner peer); None where the system does not report it.
-    host_links
-        For each rank the host link that it shares with others, as the system reports it; empty if it does not.
-    """
+    """What `profile` found: a problem with the medians, and how far the measurements spread."""
 
     problem: Problem
-    stages: tuple[Mapping[str, Spread], ...]
-    links: Mapping[tuple[int, int], Spread]
-    places: tuple[pci.Place | None, ...]
-    host_links: tuple[str | None, ...]
+    stages: tuple[Mapping[str, Spread], ...]  # for each stage, of each of its times, by name
+    links: Mapping[tuple[int, int], Spread]  # of a message's time from one rank to another
+    places: tuple[pci.Place | None, ...]  # of each rank's GPU (its first inner peer's), where the system reports it
+    host_links: tuple[str | None, ...]  # for each rank the one that it shares; empty if the system reports none
 
     def apart(self) -> list[str]:
         """A sentence for each host link that ranks share, but not in the problem."""
@@ -76,24 +62,16 @@ def slowest(peers: Sequence[Figures]) -> Figures:
     if len(peers) == 1:
         return peers[0]
     first = peers[0]
+
+    def merged(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        names = [name for name in figures[0] if all(name in each for each in figures)]
+        return {name: _pick(min if field_name(name) in LEAST else max, figures, name) for name in names}
+
     return Figures(
-        device={
-            name: _pick(min, (peer.device for peer in peers), name) if name in LEAST else value
-            for name, value in first.device.items()
-        },
+        device=merged([peer.device for peer in peers]),
         place=first.place,
-        costs={
-            s: {
-                name: _pick(min if field_name(name) in LEAST else max, (peer.costs[s] for peer in peers), name)
-                for name in fields
-                if all(name in peer.costs[s] for peer in peers)
-            }
-            for s, fields in first.costs.items()
-        },
-        times={
-            s: {name: _pick(max, (peer.times[s] for peer in peers), name) for name in spreads}
-            for s, spreads in first.times.items()
-        },
+        costs={s: merged([peer.costs[s] for peer in peers]) for s in first.costs},
+        times={s: merged([peer.times[s] for peer in peers]) for s in first.times},
         links={pair: _pick(max, (peer.links for peer in peers), pair) for pair in first.links},
     )
 

@@ -3,7 +3,7 @@ uses.
 
 Compute and host transfers are measured one after the other, each on all ranks at the same time and equally long on all,
 and while a transfer is under way its stage computes another micro-batch (docs/profile.md). The time that a rank needs
-to hand a message over is part of the op that made it.
+to hand a message over is part of the op that computes it.
 
 Times are medians in ms, bytes are counted by live storages. Parts of an activation need not be equal, but the problem
 takes them to be: each counts as the smallest, so no rank holds more than certified. For a stage on several routes, a
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,13 +32,12 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.measure.measured import LEAST, Figures, Measured, by_microbatch, field_name, nested, slowest
 from optpipe_runtime.measure.together import message_times, routes, together, try_transfers
 from optpipe_runtime.memory import pci
-from optpipe_runtime.memory.clock import Clock
-from optpipe_runtime.ranks.parts import local
+from optpipe_runtime.memory.engines import Clock
 from optpipe_runtime.stage.io import clones
 from optpipe_runtime.stage.levels import FULL, Level
-from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.split import main_grad
 from optpipe_runtime.stage.trial import Spread, Trial, Trials
+from optpipe_runtime.torch_private.tensors import local
 
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "offload_bytes", "evict_bytes")
 
@@ -80,9 +80,7 @@ def _profile_form(rank: Rank, batch: Batch, given_budget: int | None, parts: int
             trial.compute()
 
     # All of these are collective. Inner peers do equally many rounds of what runs their modules.
-    with ExitStack() as stack:
-        for stage in rank.stages.values():
-            stack.enter_context(_unchanged(stage))
+    with _unchanged(rank):
         together(rank, compute, [trial.times for trial in in_turn], clock, repeats)
         gradients = gradients_now(rank)
         for level in (None, *_moved(rank)):
@@ -94,7 +92,7 @@ def _profile_form(rank: Rank, batch: Batch, given_budget: int | None, parts: int
     for s, spreads in (item for by_stage in of_features for item in by_stage.items()):
         times[s] |= spreads
     for (s, name), ms in handover.items():
-        times[s][name] = times[s][name].longer(ms)
+        times[s][name] = replace(times[s][name], ms=round(times[s][name].ms + ms, 4))
     costs = {s: _costs(times[s], list(by_route.values())) for s, by_route in trials.items()}
     device = {
         "activation_budget_bytes": budget(rank, gradients) if given_budget is None else given_budget,
@@ -141,15 +139,19 @@ def _measured(rank: Rank, by_rank: Sequence[Figures], host_links: tuple[str | No
 
 
 @contextmanager
-def _unchanged(stage: StageRunner) -> Iterator[None]:
+def _unchanged(rank: Rank) -> Iterator[None]:
     """After this context gradients, buffers and random numbers are what they were."""
-    gradients = [(parameter, parameter.grad) for parameter in stage.parameters()]
-    for parameter, _ in gradients:
+    stages = rank.stages.values()
+    gradients = {parameter: parameter.grad for stage in stages for parameter in stage.parameters()}
+    for parameter in gradients:
         parameter.grad = None
-    with stage.replay.undisturbed():
+    with ExitStack() as stack:
+        for stage in stages:
+            stack.enter_context(stage.replay.undisturbed())
         yield
-    stage.end_step()
-    for parameter, gradient in gradients:
+    for stage in stages:
+        stage.end_step()
+    for parameter, gradient in gradients.items():
         parameter.grad = gradient
 
 
@@ -234,8 +236,8 @@ def budget(rank: Rank, gradients: Mapping[nn.Parameter, int]) -> int:
     cached = torch.cuda.memory_reserved(rank.device) - torch.cuda.memory_allocated(rank.device)
     still_to_come = messages_reserve(rank.number, rank.layout, rank.io)
     for s, stage in rank.stages.items():
-        still_to_come += stage.split.casts.nbytes + stage.buffer_bytes + rank.replicas.gradient_bytes(s)
-        for parameter in (*rank.replicas.parameters(s), *stage.outside.named_parameters().values()):
+        still_to_come += stage.split.casts.nbytes + stage.buffer_bytes + rank.replicas.sharded[s].gradient_bytes
+        for parameter in (*rank.replicas.sharded[s].parameters(), *stage.outside.named_parameters().values()):
             if parameter.requires_grad and main_grad(parameter) is None:  # whose buffer is there
                 still_to_come += max(0, gradients.get(parameter, local(parameter).nbytes) - _gradient_bytes(parameter))
     return max(0, int(0.9 * (free + cached - still_to_come)))

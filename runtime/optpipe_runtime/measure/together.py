@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, pairwise
 from math import ceil
@@ -15,7 +14,7 @@ from typing import NamedTuple
 from optpipe.model.ops import Kind
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Message
-from optpipe_runtime.memory.clock import Clock
+from optpipe_runtime.memory.engines import Clock
 from optpipe_runtime.stage.levels import Level
 from optpipe_runtime.stage.trial import OpTimer, Spread, Trial, Trials
 
@@ -69,15 +68,19 @@ def try_transfers(rank: Rank, trials: Sequence[Trial], level: Level | None, cloc
     sharers = layout.shared_links.get(layout.link(rank.number) or "", ())
     for turn in range(max(map(len, layout.shared_links.values()), default=1)):
         own_turn = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
-        with _first_offloaded(own_turn if both_ways else []):
-            together(rank, partial(_move, both_ways, own_turn), [trial.times for trial, _ in own_turn], clock, repeats)
+        ahead = own_turn[:1] if both_ways else []  # off the device before and after each round
+        for trial, j in ahead:
+            trial.times.recording = False  # until all have warmed up
+            trial.end_out(j, trial.start_out(j))
+        together(rank, partial(_move, both_ways, own_turn), [trial.times for trial, _ in own_turn], clock, repeats)
+        for trial, j in ahead:
+            trial.reload(j)
     for trial, j in moving:
         trial.forget(j)
         trial.moved = None
 
 
 def _move(both_ways: bool, moving: Sequence[tuple[Trial, int]]) -> None:
-    """`both_ways`: the first activation is off the device before and after."""
     if both_ways:
         for (trial, j), (other, k) in pairwise([*moving, *moving[:1]]):
             returning, leaving = trial.start_back(j), other.start_out(k)
@@ -92,16 +95,6 @@ def _move(both_ways: bool, moving: Sequence[tuple[Trial, int]]) -> None:
         returning = trial.start_back(j)
         trial.beside()
         trial.end_back(j, returning)
-
-
-@contextmanager
-def _first_offloaded(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
-    for trial, j in moving[:1]:
-        trial.times.recording = False  # until all have warmed up
-        trial.end_out(j, trial.start_out(j))
-    yield
-    for trial, j in moving[:1]:
-        trial.reload(j)
 
 
 LINK_ROUNDS = 3  # for each of the repeats: messages are short

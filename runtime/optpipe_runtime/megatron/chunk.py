@@ -22,7 +22,7 @@ from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe_runtime.ranks.grid import CheckedStage
 from optpipe_runtime.stage.split import weight_grads
-from optpipe_runtime.torch_private.trees import tree_leaves
+from optpipe_runtime.torch_private.tensors import tree_leaves
 
 
 @dataclass

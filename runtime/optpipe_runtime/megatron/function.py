@@ -30,7 +30,6 @@ from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.cpu_group import on_each_rank
 from optpipe_runtime.ranks.grid import gather_from_everyone
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.team import user_timeout
 from optpipe_runtime.stage.split import main_grad
 
 
@@ -208,7 +207,7 @@ class ForwardBackward:
         # A rank that fails alone would leave the others waiting for it in `Pipeline`.
         self._chunks = on_each_rank(
             lambda: as_stages(chunks, config, groups, self._schedule.problem),
-            lambda value: gather_from_everyone(value, user_timeout()),
+            gather_from_everyone,
             lambda error: f"rank {groups.pp.rank()}: {error}",
         )
         layout = Layout.from_problem(self._schedule.problem)

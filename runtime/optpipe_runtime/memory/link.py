@@ -30,8 +30,7 @@ from optpipe.model.ops import Op
 from optpipe_runtime.lowering.plan import LinkOrder
 from optpipe_runtime.memory.engines import CopyEngine, copy_engine
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.subgroup import Transfer
-from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.ranks.team import Team, Transfer
 
 QUEUES = 32  # the most that CUDA gives
 DEFAULT_QUEUES = 8

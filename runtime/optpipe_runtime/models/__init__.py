@@ -1,6 +1,5 @@
 """A model as its author wrote it becomes the stages of a pipeline: `stages_of`.
 
-`part` cuts a list of layers, `causal_lm` a causal language model of transformers, `traced` what torch's
-`SplitPoint`s have cut. Each gives stages that are `Part`s. `proof` shows that a language model is the row of its
-stages, on a copy by `small`.
+`part` cuts a list of layers, `causal_lm` a causal language model of transformers. Each stage is a `Part`. `proof` shows
+that a language model is the row of its stages, on a small copy.
 """

@@ -15,14 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.models.part import Part, evenly
+from optpipe_runtime.models.part import Model, Part, evenly
 from optpipe_runtime.models.proof import require_equal
 
 DECODER = ("embed_tokens", "layers", "norm")  # what has parameters beside the head
 
 
-class CausalLM:
-    """A `Model`: its embedding, its decoder layers, and its norm with the head count as layers."""
+class CausalLM(Model):
+    """Its embedding, its decoder layers, and its norm with the head count as layers."""
 
     def __init__(self, model: Any) -> None:
         """Raises `InputError` if the model is built in another way."""
@@ -45,10 +45,7 @@ class CausalLM:
                 "are in different stages; set config.output_router_logits = False"
             )
         self._decoder, self._count = decoder, len(children["layers"])
-
-    @property
-    def layers(self) -> int:
-        return self._count + 2
+        super().__init__(self._count + 2)
 
     def even(self, stages: int) -> list[int]:
         """Decoder layers evenly, embedding and head to the first and to the last stage."""
@@ -61,7 +58,6 @@ class CausalLM:
         return _Stage(self._cut(first, end), first == 0, end == self.layers)
 
     def require_equal(self, counts: Sequence[int]) -> None:
-        """Raises `InputError` unless stages of so many layers are, in a row, the model."""
         require_equal(self._model, lambda small: CausalLM(small).row(counts))
 
     def row(self, counts: Sequence[int]) -> list[Part]:

@@ -4,9 +4,10 @@ which takes what the one before returns."""
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -25,21 +26,23 @@ class Part(nn.Module):
         self.shared: dict[str, str] = {}
 
 
-class Model(Protocol):
-    """A model that can be cut between any two of its layers. Embedding and head of a language model count as layers."""
+class Model(ABC):
+    """A model that can be cut between any two of its `layers`. Embedding and head of a language model count as such."""
 
-    @property
-    def layers(self) -> int:
-        """How many there are."""
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
 
     def even(self, stages: int) -> list[int]:
-        """How many layers each of `stages` stages gets if nothing is known of their times."""
+        """How many layers each of `stages` stages gets by default."""
+        return evenly(self.layers, stages)
 
+    @abstractmethod
     def part(self, first: int, end: int) -> Part:
         """The stage of the layers from `first` to before `end`. It shares their parameters with the model."""
 
-    def require_equal(self, counts: Sequence[int]) -> None:
-        """Raises `InputError` unless stages of so many layers are, in a row, the model."""
+    def require_equal(self, counts: Sequence[int]) -> None:  # noqa: B027
+        """Raises `InputError` unless stages of so many layers are, in a row, the model. A list of layers has no forward
+        of its own, so they always are."""
 
 
 def evenly(layers: int, stages: int) -> list[int]:
@@ -50,12 +53,7 @@ def evenly(layers: int, stages: int) -> list[int]:
 
 def shared_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
     """Those of this rank's stages that other ranks have, too, by name in the whole model."""
-    parameters: dict[str, nn.Parameter] = {}
-    for stage in stages.values():
-        for part in stage.modules():
-            if isinstance(part, Part):
-                parameters |= {key: part.get_parameter(name) for key, name in part.shared.items()}
-    return parameters
+    return {key: part.get_parameter(name) for part in _parts(stages) for key, name in part.shared.items()}
 
 
 def as_whole(stages: Mapping[int, nn.Module]) -> nn.Module:
@@ -63,43 +61,35 @@ def as_whole(stages: Mapping[int, nn.Module]) -> nn.Module:
     model. These depend neither on the placement nor on where the model is cut, so what is saved by them can be loaded
     into any other stages of the model."""
     root = nn.Module()
-    for stage in stages.values():
-        for part in stage.modules():
-            if not isinstance(part, Part):
-                continue
-            for name in part.state_dict(keep_vars=True):
-                *path, last = part.whole_names.get(name, name.removeprefix(part.prefix)).split(".")
-                owner = root
-                for step in path:
-                    if step not in dict(owner.named_children()):
-                        owner.add_module(step, nn.Module())
-                    owner = owner.get_submodule(step)
-                if name in part.whole_names:
-                    owner.register_parameter(last, part.get_parameter(name))
-                else:
-                    owner.register_buffer(last, part.get_buffer(name))
+    for part in _parts(stages):
+        for name in part.state_dict(keep_vars=True):
+            *path, last = part.whole_names.get(name, name.removeprefix(part.prefix)).split(".")
+            owner = root
+            for step in path:
+                if step not in dict(owner.named_children()):
+                    owner.add_module(step, nn.Module())
+                owner = owner.get_submodule(step)
+            if name in part.whole_names:
+                owner.register_parameter(last, part.get_parameter(name))
+            else:
+                owner.register_buffer(last, part.get_buffer(name))
     return root
 
 
-class Layers:
-    """A `Model` of layers, by name."""
+def _parts(stages: Mapping[int, nn.Module]) -> list[Part]:
+    return [part for stage in stages.values() for part in stage.modules() if isinstance(part, Part)]
+
+
+class Layers(Model):
+    """Layers, by name."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Module]]) -> None:
         self._named = list(named)
+        super().__init__(len(self._named))
         self._accepted = {name: _accepted(layer) for name, layer in self._named}
-
-    @property
-    def layers(self) -> int:
-        return len(self._named)
-
-    def even(self, stages: int) -> list[int]:
-        return evenly(self.layers, stages)
 
     def part(self, first: int, end: int) -> Part:
         return Chain(dict(self._named[first:end]), self._accepted)
-
-    def require_equal(self, counts: Sequence[int]) -> None:
-        """A list has no forward of its own."""
 
 
 class Chain(Part):

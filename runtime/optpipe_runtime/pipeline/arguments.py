@@ -17,7 +17,7 @@ from optpipe_runtime.execute.batch import ChunkSpecs
 from optpipe_runtime.features.host_optimizer import Factory
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.levels import Policy
-from optpipe_runtime.torch_private.modules import compiled_call
+from optpipe_runtime.torch_private.tensors import compiled_call
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.features.evictions import Evictions
 from optpipe_runtime.features.host_updates import HostUpdates
 from optpipe_runtime.memory import pci
-from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.host_memory import HostPool
 from optpipe_runtime.memory.link import Link, channel_tokens, require_queues
 from optpipe_runtime.pipeline.arguments import (
     Options,
@@ -109,5 +109,5 @@ def _check(options: Options, team: Team) -> tuple[Layout, torch.device | None, R
         )
     replicas = Replicas(options.stages, layout, team)
     for s, module in replicas.modules.items():
-        require_inner(s, module, team.inner, replicas.ranks(s))
+        require_inner(s, module, team.inner, replicas.sharded[s].ranks)
     return layout, device_of(options.stages), replicas, as_levels(options.recompute)

@@ -36,9 +36,8 @@ from optpipe_runtime.models.part import shared_parameters
 from optpipe_runtime.pipeline.arguments import Options
 from optpipe_runtime.pipeline.build import build
 from optpipe_runtime.pipeline.post_validation import PostValidation
-from optpipe_runtime.ranks.clipping import Counted, clip
+from optpipe_runtime.ranks.gradients import Counted, Tie, clip
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.levels import Policy
 

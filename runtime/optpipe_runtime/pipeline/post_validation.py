@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from optpipe.errors import InputError
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.ranks.clipping import Counted, exceeds, own_norm, scale, total_norm
 from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.ranks.gradients import Counted, exceeds, own_norm, scale, total_norm
 
 log = logging.getLogger("optpipe.runtime")
 

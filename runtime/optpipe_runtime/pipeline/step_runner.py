@@ -40,8 +40,8 @@ from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.measure.profiler import profile, require_budget
 from optpipe_runtime.pipeline.arguments import require_bytes
 from optpipe_runtime.pipeline.post_validation import PostValidation
-from optpipe_runtime.ranks.subgroup import LostError
-from optpipe_runtime.ranks.ties import Tie
+from optpipe_runtime.ranks.gradients import Tie
+from optpipe_runtime.ranks.team import LostError
 from optpipe_runtime.stage.state import save_random
 from optpipe_runtime.swap.schedules import PlannedStep, Schedules
 

@@ -1,6 +1,6 @@
 """`CpuGroup`: small collectives over CPU tensors and Python objects, with which all ranks of a pipeline agree.
 
-All that are made of numbers are one collective, `share`: every rank gives a row of equally many numbers and gets the
+Those of numbers are one collective, `share`: every rank gives a row of equally many numbers and gets the
 rows of all. It is asynchronous: a rank can share something before a step and read the others' rows after it.
 """
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe_runtime.ranks.subgroup import Subgroup, Transfer
-from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.ranks.team import Subgroup, Team, Transfer
 
 T = TypeVar("T")
 

@@ -7,31 +7,23 @@ same ops in the same order, so they are one team, with one schedule. Messages be
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
-from optpipe_runtime.ranks.parts import dimensions
+from optpipe_runtime.torch_private.groups import timeouts
 
 Pipelines = tuple[tuple[int, ...], ...]  # the ranks of each, by their numbers in the default group
 
 
-class RankGroups(NamedTuple):
-    """What one rank has given. A text instead of ranks says what is wrong with it."""
-
-    pipeline: Any
-    peers: Any
-
-
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """`teams` are those of all ranks: each the pipelines of a team, by inner peer. `team` is this rank's, in which its
     pipeline is that of number `peer`."""
 
@@ -39,40 +31,28 @@ class Grid:
     team: Pipelines
     peer: int
 
-    @property
-    def pipelines(self) -> list[tuple[int, ...]]:
-        """All pipelines of all teams."""
-        return [pipeline for team in self.teams for pipeline in team]
 
-
-def find_grid(group: Any, inner: Any, timeout: timedelta) -> Grid:
+def find_grid(group: Any, inner: Any) -> Grid:
     """Collective over all ranks: all that give no group are one pipeline, and a rank that gives no `inner` has no
     peers. Raises `InputError` on all ranks if one gives what is invalid."""
-    answers = [RankGroups(*answer) for answer in gather_from_everyone((_members(group), _inner_ranks(inner)), timeout)]
+    answers = gather_from_everyone((_members(group), _inner_ranks(inner)))
     for pipeline, peers in answers:
         if isinstance(pipeline, str):
             raise InputError(f"group: {pipeline}")
         if isinstance(peers, str):
             raise InputError(f"inner: {peers}")
-    pipelines = sorted({answer.pipeline for answer in answers})
+    pipelines = sorted({pipeline for pipeline, _ in answers})
     members = sorted(rank for ranks in pipelines for rank in ranks)
     if members != list(range(len(answers))) or len({len(ranks) for ranks in pipelines}) > 1:
         raise InputError(
             f"group: the pipelines have ranks {[list(ranks) for ranks in pipelines]}; every rank must be in exactly "
             "one, and all must be equally large"
         )
-    teams = [tuple(answers[peer].pipeline for peer in answer.peers) for answer in answers]  # of each rank
-    _require_same_peers(answers, teams)
-    rank = dist.get_rank()
-    return Grid(tuple(sorted(set(teams))), teams[rank], teams[rank].index(answers[rank].pipeline))
-
-
-def _require_same_peers(answers: Sequence[RankGroups], teams: Sequence[Pipelines]) -> None:
-    """The k-th rank of a pipeline must have one peer in each pipeline of its team, the k-th rank there. All ranks of a
-    team must see the same team."""
+    teams = [tuple(answers[peer][0] for peer in peers) for _, peers in answers]  # of each rank
     for rank, (pipeline, peers) in enumerate(answers):
+        # Rank k of a pipeline has one peer in each pipeline of its team, rank k there, and all see the same team.
         team, number = teams[rank], pipeline.index(rank)
-        in_one_pipeline_each = len(set(team)) == len(peers) == len(answers[0].peers)
+        in_one_pipeline_each = len(set(team)) == len(peers) == len(answers[0][1])
         if not in_one_pipeline_each or any(
             member[number] != peer or any(teams[other] != team for other in member)
             for member, peer in zip(team, peers, strict=True)
@@ -82,12 +62,21 @@ def _require_same_peers(answers: Sequence[RankGroups], teams: Sequence[Pipelines
                 "give `group` one rank of each stage and `inner` the ranks of one stage, as two dimensions of one "
                 "DeviceMesh do"
             )
+    rank = dist.get_rank()
+    return Grid(tuple(sorted(set(teams))), teams[rank], teams[rank].index(answers[rank][0]))
 
 
-def gather_from_everyone(value: Any, timeout: timedelta) -> list[Any]:
+def user_timeout() -> timedelta:
+    """The one that the user gave to `init_process_group`. Groups of a mesh do not have it, but torch's default."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return min(timeouts(everyone), default=default_pg_timeout)
+
+
+def gather_from_everyone(value: Any) -> list[Any]:
     """Collective over all ranks: the value of each, before there is a pipeline."""
     values: list[Any] = [None] * dist.get_world_size()
-    everyone = dist.new_group(backend="gloo", timeout=timeout)
+    everyone = dist.new_group(backend="gloo", timeout=user_timeout())
     dist.all_gather_object(values, value, group=everyone)
     dist.destroy_process_group(everyone)
     return values
@@ -116,6 +105,12 @@ def _inner_ranks(inner: Any) -> tuple[int, ...] | str:
         )
     ranks = ranks_of(inner)
     return ranks if rank in ranks else f"rank {rank} is no member of it; every rank gives that of its own stages"
+
+
+def dimensions(tensor: DTensor) -> list[set[int]]:
+    """For each dimension of the tensor's mesh, the ranks along it that this rank is one of."""
+    mesh = tensor.device_mesh
+    return [set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in range(mesh.ndim)]
 
 
 def ranks_of(members: dist.ProcessGroup | DeviceMesh | Any) -> tuple[int, ...]:

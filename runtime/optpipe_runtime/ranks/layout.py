@@ -16,30 +16,14 @@ UNMEASURED_BYTES = 2**39  # stands for the size of an activation before it is me
 
 @dataclass(frozen=True)
 class Layout:
-    """How a pipeline is laid out over its ranks. Fields are as in a `Problem`.
+    """How a pipeline is laid out over its ranks. Fields are as in a `Problem`."""
 
-    Attributes
-    ----------
-    placement
-        The rank of each stage.
-    routes
-        Each route's stages, in order.
-    microbatch_routes
-        The route of each micro-batch.
-    peers
-        For each rank, the rank that it may evict activations to, or None. Empty if there are no peers.
-    links
-        For each rank, the name of the host link that it shares with others, or None for a link of its own.
-    full_duplex
-        Whether a rank's offload and reload can run at the same time.
-    """
-
-    placement: tuple[int, ...]
-    routes: tuple[tuple[int, ...], ...]
-    microbatch_routes: tuple[int, ...]
-    peers: tuple[int | None, ...] = ()
-    links: tuple[str | None, ...] = ()
-    full_duplex: bool = False
+    placement: tuple[int, ...]  # the rank of each stage
+    routes: tuple[tuple[int, ...], ...]  # each route's stages, in order
+    microbatch_routes: tuple[int, ...]  # the route of each micro-batch
+    peers: tuple[int | None, ...] = ()  # for each rank, the one that it may evict to; empty if there are none
+    links: tuple[str | None, ...] = ()  # for each rank, the host link that it shares, None for one of its own
+    full_duplex: bool = False  # a rank's offload and reload can run at the same time
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Layout:
@@ -128,22 +112,23 @@ class Layout:
 
     def before(self, stage: int, microbatch: int) -> int | None:
         """The previous stage on the micro-batch's route; None for the first."""
-        return self._neighbours[self.microbatch_routes[microbatch]][stage][0]
+        return self._before.get((self.microbatch_routes[microbatch], stage))
 
     def after(self, stage: int, microbatch: int) -> int | None:
         """The next stage on the micro-batch's route; None for the last."""
-        return self._neighbours[self.microbatch_routes[microbatch]][stage][1]
+        return self.neighbour_after(stage, self.microbatch_routes[microbatch])
 
     def neighbour_after(self, stage: int, route: int) -> int | None:
         """The next stage on a route; None for the last."""
-        return self._neighbours[route][stage][1]
+        return self._after.get((route, stage))
 
     @cached_property
-    def _neighbours(self) -> list[dict[int, tuple[int | None, int | None]]]:
-        return [
-            {s: (a, b) for a, s, b in zip((None, *route), route, (*route[1:], None), strict=False)}
-            for route in self.routes
-        ]
+    def _before(self) -> dict[tuple[int, int], int]:
+        return {(route, after): stage for route, stage, after in self.neighbours()}
+
+    @cached_property
+    def _after(self) -> dict[tuple[int, int], int]:
+        return {(route, stage): after for route, stage, after in self.neighbours()}
 
     def neighbours(self) -> Iterator[tuple[int, int, int]]:
         """Every two neighbouring stages of every route: the route, a stage, and the next one."""

@@ -13,19 +13,18 @@ wrapper itself, with its buckets, types and hooks.
 
 Replicas communicate twice for each stage, in an order that does not depend on the schedule (`lowering.actions`,
 `execute.gradients`). So they may run different schedules. Replicas that have agreed on theirs may reduce a sharded
-stage several times (`execute.gradients`): `window` takes part of its gradients away.
+stage several times (`execute.gradients`): `Sharded.take_window` takes part of its gradients away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError, OptPipeError
@@ -98,16 +97,16 @@ class _AddsNothing(torch.autograd.Function):
 
 
 class Replicas:
-    """This rank's stages that have copies on other pipelines. `modules` are those inside the wrappers, by stage;
-    `reduced` the stages with a wrapper, in the order in which all replicas reduce them; `sharing`, for each stage,
-    those here that have a parameter or a buffer of it, with itself."""
+    """This rank's stages that have copies on other pipelines. `modules` are those inside the wrappers, by stage, and
+    `sharded` what `fully_shard` has made of them; `reduced` the stages with a wrapper, in the order in which all
+    replicas reduce them; `sharing`, for each stage, those here that have a parameter or a buffer of it, with itself."""
 
     def __init__(self, stages: Mapping[int, nn.Module], layout: Layout, team: Team) -> None:
         self._team = team
         self._order = [s for s in layout.in_order if s in stages]
         self.modules: dict[int, nn.Module] = {}
         self._copied: dict[int, Copied] = {}
-        self._sharded: dict[int, Sharded] = {}
+        self.sharded: dict[int, Sharded] = {}
         for s, module in sorted(stages.items()):
             inner = module
             if isinstance(module, DistributedDataParallel):
@@ -118,21 +117,11 @@ class Replicas:
                     f"stage {s} has a DistributedDataParallel inside: wrap the stage as a whole, and outside of "
                     "torch.compile"
                 )
-            if any(isinstance(part, FSDPModule) for part in inner.modules()):
-                self._sharded[s] = Sharded(s, inner, team)
-            self.modules[s] = inner
-        self.reduced = sorted(self._copied.keys() | self._sharded.keys(), reverse=True)
+            self.modules[s], self.sharded[s] = inner, Sharded(s, inner, team)
+        self.reduced = sorted((s for s in stages if s in self._copied or self.sharded[s].ranks), reverse=True)
         self._gathered: list[int] = []  # stages, in the context of `gathering`
         tensors = {s: {id(tensor) for tensor in (*m.parameters(), *m.buffers())} for s, m in self.modules.items()}
         self.sharing = {s: {s, *(other for other in tensors if tensors[s] & tensors[other])} for s in tensors}
-
-    def ranks(self, s: int) -> set[int]:
-        """The ranks over which a stage is `fully_shard`ed; none for other stages."""
-        return set(self._sharded[s].ranks) if s in self._sharded else set()
-
-    def is_sharded(self, s: int) -> bool:
-        """Whether a stage's parameters are divided over them, and not only copied."""
-        return s in self._sharded and self._sharded[s].is_sharded
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -144,22 +133,22 @@ class Replicas:
             yield
             self.gather_all()
         finally:
-            for stage in self._sharded.values():
+            for stage in self.sharded.values():
                 stage.shard()
 
     def gather(self, s: int) -> None:
         """Begins to gather the parameters of a stage, once in a context of `gathering`. All replicas gather their
         stages in the same order."""
-        if s in self._sharded and s not in self._gathered:
+        if self.sharded[s].ranks and s not in self._gathered:
             self._gathered.append(s)
             with self.exchanging():
-                self._sharded[s].gather()
+                self.sharded[s].gather()
 
     def wait(self, s: int) -> None:
         """Waits until the parameters of a stage are whole."""
-        if s in self._sharded:
+        if self.sharded[s].ranks:
             with self.exchanging():
-                self._sharded[s].wait()
+                self.sharded[s].wait()
 
     def gather_all(self) -> None:
         """Gathers the stages that have not been gathered, and waits for all."""
@@ -167,65 +156,31 @@ class Replicas:
             self.gather(s)
             self.wait(s)
 
-    def shard(self, s: int) -> None:
-        """After an evaluation's last use of a stage: shards its parameters again."""
-        if s in self._sharded:
-            self._sharded[s].shard()
-
-    def parameters(self, s: int) -> Iterable[nn.Parameter]:
-        """The parameters of a stage as they are between steps: of sharded ones the shards."""
-        return self._sharded[s].parameters() if s in self._sharded else self.modules[s].parameters()
-
-    def unsharded(self, s: int, parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
-        """Those of a stage's parameters that no FSDP shards."""
-        sharded = self._sharded[s].identities() if s in self._sharded else ()
-        return [parameter for parameter in parameters if id(parameter) not in sharded]
-
-    def shards(self, s: int) -> Iterable[nn.Parameter]:
-        return self._sharded[s].shards() if s in self._sharded else ()
-
-    def whole_gradients(self, s: int) -> list[tuple[int, Tensor]]:
-        """What backwards have added up for sharded parameters of a stage, with the identity of its parameter."""
-        return self._sharded[s].whole_gradients() if s in self._sharded else []
-
-    def parameter_bytes(self, s: int) -> int:
-        """What the whole parameters of a stage take where they are gathered. It must have been gathered before."""
-        return self._sharded[s].parameter_bytes if s in self._sharded else 0
-
-    def gradient_bytes(self, s: int) -> int:
-        """What their whole gradients take at most, by those that `held_bytes` has found."""
-        return self._sharded[s].gradient_bytes if s in self._sharded else 0
-
     def held_bytes(self) -> int:
         """What this rank holds now of gathered parameters and their whole gradients."""
-        return sum(stage.held_bytes() for stage in self._sharded.values())
+        return sum(stage.held_bytes() for stage in self.sharded.values())
 
     def forget(self) -> None:
         """Drops what a step, or a part of one, has added to whole gradients of sharded parameters."""
-        for stage in self._sharded.values():
+        for stage in self.sharded.values():
             stage.forget()
-
-    def end_reductions(self) -> None:
-        """All that were started have ended: lets go of what they have read."""
-        for stage in self._sharded.values():
-            stage.end_reduction()
 
     def agree(self, number: int) -> bool:
         """Collective over the replicas, as the first of a step: whether all give the same number, which is not 0. True
         where no stage is sharded."""
-        if not self._sharded:
-            return True
-        with self.exchanging():
-            least, most = next(iter(self._sharded.values())).extremes(number)
-        return least == most != 0
+        for stage in self.sharded.values():
+            if groups := stage.process_groups():
+                extremes = torch.tensor([-number, number], device=stage.device_type)
+                with self.exchanging():
+                    for group in groups:
+                        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+                    minus_least, most = extremes.tolist()
+                return bool(-minus_least == most != 0)
+        return True
 
     def total(self, s: int, number: float) -> tuple[float, int]:
         """Collective over the replicas of a stage: the sum of their numbers, and how many replicas there are."""
-        groups: list[dist.ProcessGroup] = []
-        if s in self._copied:
-            groups = [self._copied[s].group]
-        elif s in self._sharded:
-            groups = self._sharded[s].process_groups()
+        groups = [self._copied[s].group] if s in self._copied else self.sharded[s].process_groups()
         if not groups:
             return number, 1
         kind = next(self.modules[s].parameters()).device.type
@@ -235,29 +190,18 @@ class Replicas:
                 dist.all_reduce(both, group=group)
         return float(both[0]), int(both[1])
 
-    def window(self, s: int) -> tuple[list[Tensor], Callable[[], None]]:
-        """Takes the whole gradients of a stage away, behind one of its backwards or Ws that is not its last. Returns
-        them, and their reduction, a collective over the replicas, which adds to the gradients of the shards."""
-        return self._sharded[s].take_window()
-
-    def end_window(self, s: int) -> None:
-        """Its reduction has ended: lets go of what it has read."""
-        self._sharded[s].end_reduction()
-
     def reduction(self, s: int) -> tuple[list[Tensor], Callable[[], None]]:
         """Takes leave of a stage of `reduced`, after its last W. Returns the gradients that its reduction reads, and
         the reduction, a collective over the replicas: by it `.grad` becomes the mean over them."""
-        copied, sharded = self._copied.get(s), self._sharded.get(s)
+        copied, sharded = self._copied.get(s), self.sharded[s]
         read = [parameter.grad for parameter in self.modules[s].parameters() if parameter.grad is not None]
-        if sharded is not None:
-            read += sharded.leave()
+        read += sharded.leave()
 
         def reduce() -> None:
             with torch.enable_grad():
                 if copied is not None:
                     torch.autograd.backward(copied.complete())
-                if sharded is not None:
-                    sharded.reduce()
+                sharded.reduce()
 
         return read, reduce
 

@@ -1,4 +1,4 @@
-"""`Sharded`: a stage with `fully_shard`ed modules (FSDP2), which gather and reduce when they are told to, not in their
+"""`Sharded`: a stage with `fully_shard`ed modules (FSDP2), which gather and reduce on demand, not in their
 own forwards and backwards.
 
 A step goes through these phases:
@@ -16,27 +16,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
-from optpipe_runtime.ranks.grid import ranks_of
-from optpipe_runtime.ranks.parts import dimensions, local, placed
+from optpipe_runtime.ranks.gradients import placed
+from optpipe_runtime.ranks.grid import dimensions, ranks_of
 from optpipe_runtime.ranks.team import Team
 from optpipe_runtime.torch_private import fsdp, tensors
 from optpipe_runtime.torch_private.fsdp import ShardedParameter
+from optpipe_runtime.torch_private.tensors import local
 
 log = logging.getLogger("optpipe.runtime")
 
 
 class Sharded:
-    """One stage, sharded over its `ranks`, or by `replicate` only copied."""
+    """One stage, sharded over its `ranks`, or by `replicate` only copied. Without `fully_shard` it has no ranks, and
+    nothing of this does anything."""
 
     def __init__(self, stage: int, module: nn.Module, team: Team) -> None:
         """Raises `InputError` if its parameters are elsewhere than it computes, or its ranks in one pipeline."""
@@ -60,7 +61,7 @@ class Sharded:
                     "leave out offload_policy, a pipeline's parameters are where it computes"
                 )
         others = [name for name, p in module.named_parameters() if p.requires_grad and p not in set(shards)]
-        if others:
+        if others and self._parts:
             log.warning(
                 "stage %d: %s and %d others are in no fully_shard: no mean over the replicas",
                 stage,
@@ -114,9 +115,10 @@ class Sharded:
     def shards(self) -> list[nn.Parameter]:
         return [parameter.shard for parameter in self._parameters]
 
-    def identities(self) -> set[int]:
-        """Of the shards and of the whole parameters."""
-        return {id(tensor) for parameter in self._parameters for tensor in (parameter.shard, parameter.whole)}
+    def unsharded(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of the stage's parameters that no FSDP shards."""
+        sharded = {id(tensor) for parameter in self._parameters for tensor in (parameter.shard, parameter.whole)}
+        return [parameter for parameter in parameters if id(parameter) not in sharded]
 
     # Bytes
 
@@ -198,16 +200,11 @@ class Sharded:
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """One for each dimension of the mesh: a reduction over one after the other is one over all `ranks`."""
-        mesh = self._groups[0].mesh
-        return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+        return [group.mesh.get_group(dim) for group in self._groups[:1] for dim in range(group.mesh.ndim)]
 
-    def extremes(self, number: int) -> tuple[int, int]:
-        """Collective: the least and the greatest number that the ranks give over which the stage is sharded."""
-        both = torch.tensor([-number, number], device=self._groups[0].mesh.device_type)
-        for group in self.process_groups():
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-        minus_least, most = both.tolist()
-        return -minus_least, most
+    @property
+    def device_type(self) -> str:
+        return self._groups[0].mesh.device_type
 
     def _make_reducible(self) -> None:
         """Gives whole gradients the types and placements in which FSDP reduces them.

@@ -18,14 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
-from optpipe_runtime.memory.activation import EVERY, Activation
-from optpipe_runtime.memory.saved import Saved, storage_key
-from optpipe_runtime.ranks.parts import local
+from optpipe_runtime.memory.activation import EVERY, Activation, Saved, storage_key
 from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors, clones, enter
 from optpipe_runtime.stage.levels import Keeping, Level, saving_nothing
 from optpipe_runtime.stage.split import SplitBackward, WeightQueue
 from optpipe_runtime.stage.state import AsFirst, Replay
-from optpipe_runtime.torch_private.trees import tree_map_only
+from optpipe_runtime.torch_private.tensors import local, tree_map_only
 
 
 class Arguments(NamedTuple):
@@ -38,57 +36,25 @@ class Arguments(NamedTuple):
 
 @dataclass
 class Running:
-    """What a stage has of a micro-batch.
-
-    Attributes
-    ----------
-    activation
-        What autograd has saved; with a C to come, the inputs.
-    queue
-        What B leaves to W.
-    edges
-        Where the backward enters the graph, by number of the output.
-    input_gradients
-        What the backward has computed for the inputs, by number. A list of none or one.
-    again
-        Runs the forward once more, for C.
-    backward
-        The op that will come, B or BW; None if that is not known.
-    captured
-        Whether `activation` counts and moves what autograd saves.
-    saved_outputs
-        The numbers of the outputs that share memory with what is saved.
-    stand_ins
-        Copies of buffers that C has used in their places. Like buffers they are no activations.
-    """
+    """What a stage has of a micro-batch."""
 
     io: StageIO
-    activation: Activation
-    queue: WeightQueue = field(default_factory=WeightQueue)
-    edges: dict[int, GradientEdge] = field(default_factory=dict)
-    input_gradients: list[dict[int, Tensor | None]] = field(default_factory=list)
-    again: Callable[[], None] | None = None
-    backward: Kind | None = None
-    captured: bool = True
-    saved_outputs: frozenset[int] = frozenset()
-    stand_ins: Sequence[Tensor] = ()
+    activation: Activation  # what autograd has saved; with a C to come, the inputs
+    queue: WeightQueue = field(default_factory=WeightQueue)  # what B leaves to W
+    edges: dict[int, GradientEdge] = field(default_factory=dict)  # where the backward enters the graph, by output
+    input_gradients: list[dict[int, Tensor | None]] = field(default_factory=list)  # by input; none or one of them
+    again: Callable[[], None] | None = None  # runs the forward once more, for C
+    backward: Kind | None = None  # the op that will come, B or BW, if it is known
+    captured: bool = True  # `activation` counts and moves what autograd saves
+    saved_outputs: frozenset[int] = frozenset()  # those that share memory with what is saved
+    stand_ins: Sequence[Tensor] = ()  # copies that C has used in the places of buffers, and like these no activations
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Forwards:
-    """Of one stage.
-
-    Attributes
-    ----------
-    excluded
-        Keys of storages that are no activations.
-    results
-        What the module returned where the route ends, by micro-batch, if that is to be kept; else None.
-    sizes
-        By level, "" for a whole activation: bytes of the last one's blocks, 0 for a block that stays.
-    """
+    """Of one stage."""
 
     def __init__(
         self,
@@ -101,17 +67,17 @@ class Forwards:
     ) -> None:
         self._index, self._module, self._device, self._loss_fn = index, module, device, loss_fn
         self._split, self._replay = split, replay
-        self.excluded: set[int] = set()
-        self.results: dict[int, Any] | None = None
+        self.excluded: set[int] = set()  # keys of storages that are no activations
+        self.results: dict[int, Any] | None = None  # by micro-batch, what the module returned where the route ends
+        # By level, "" for a whole activation: bytes of the last one's blocks, 0 for a block that stays.
         self.sizes: dict[str, tuple[int, ...]] = {}
 
-    def new_activation(self, io: StageIO, staying: Sequence[Tensor] = ()) -> Activation:
+    def new_activation(self, io: StageIO, staying: Sequence[Tensor] = (), checkpoint: bool = False) -> Activation:
+        """Of a checkpoint all leaves, so that bytes follow from lengths."""
+        if checkpoint:
+            return Activation(self._device, self.excluded, leaving=EVERY)
         excluded = self.excluded | set(map(storage_key, staying)) if staying else self.excluded
         return Activation(self._device, excluded, io.shared_blocks, io.large_elsewhere)
-
-    def new_checkpoint(self) -> Activation:
-        """All of it leaves, so that bytes follow from lengths."""
-        return Activation(self._device, self.excluded, leaving=EVERY)
 
     def outputs(self, io: StageIO, arguments: Arguments, microbatch: int | None = None) -> Tensors:
         """What the module returns, or the loss where the route ends."""
@@ -132,11 +98,7 @@ class Forwards:
         return self._detached(Running(io, self.new_activation(io)), outputs)
 
     def run(
-        self,
-        running: Running,
-        microbatch: int,
-        arguments: Arguments,
-        mode: AbstractContextManager[object] = _NOTHING,
+        self, running: Running, microbatch: int, arguments: Arguments, mode: AbstractContextManager[object] = _NOTHING
     ) -> Tensors:
         """An F or a C that keeps what autograd saves."""
         io = running.io
@@ -164,7 +126,7 @@ class Forwards:
             if io.changes_inputs
             else arguments
         )
-        repeating: AbstractContextManager[object] = _NOTHING
+        repeating = _NOTHING
         if level.keeps is None:
             with torch.no_grad(), self._split.splitting(None, as_torch=False):
                 outputs = self.outputs(io, used, microbatch)

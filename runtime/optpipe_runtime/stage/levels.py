@@ -21,12 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optpipe.errors import InputError
 from optpipe.model.records import MOST_LEVELS
-from optpipe_runtime.memory.activation import Activation
-from optpipe_runtime.memory.saved import Saved, storage_key
+from optpipe_runtime.memory.activation import Activation, Saved, storage_key
 from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.stage.state import Restore, save_random
-from optpipe_runtime.torch_private.tensors import makes_new, version, written
-from optpipe_runtime.torch_private.trees import tree_map_only
+from optpipe_runtime.torch_private.tensors import makes_new, tree_map_only, version, written
 
 aten = torch.ops.aten
 Policy = Callable[[Any], bool]  # whether the result of an op, such as torch.ops.aten.mm.default, is kept
@@ -40,7 +38,7 @@ def _keeps_products(op: Any) -> bool:
 
 
 def _keeps_attention(op: Any) -> bool:
-    return _keeps_products(op) or op.overloadpacket in _BATCHED or "attention" in op.name() or "attn" in op.name()
+    return op.overloadpacket in _PRODUCTS | _BATCHED or "attention" in op.name() or "attn" in op.name()
 
 
 class Level(NamedTuple):
@@ -53,17 +51,13 @@ class Level(NamedTuple):
     def by_policy(cls, name: str, policy: Policy) -> Level:
         """Of what the policy wants to keep, no views, nothing that is changed in place, and no casts, which are made
         once for several micro-batches."""
-        return cls(
-            name,
-            cache(
-                lambda op: (
-                    isinstance(op, torch._ops.OpOverload)
-                    and makes_new(op)
-                    and op.overloadpacket is not aten._to_copy
-                    and bool(policy(op))
-                )
-            ),
-        )
+
+        @cache
+        def keeps(op: Any) -> bool:
+            is_new = isinstance(op, torch._ops.OpOverload) and makes_new(op)
+            return is_new and op.overloadpacket is not aten._to_copy and bool(policy(op))
+
+        return cls(name, keeps)
 
 
 FULL = Level("full")
@@ -80,14 +74,13 @@ def as_levels(entries: Sequence[str | Policy]) -> dict[str, Level]:
         raise InputError(f"recompute = {entries!r}: must be a sequence, such as ({entries!r},)")
     if len(entries) > MOST_LEVELS:
         raise InputError(f"recompute has {len(entries)} entries: a stage has at most {MOST_LEVELS} levels")
+    levels: dict[str, Level] = {}
     for entry in entries:
         if not callable(entry) and entry not in LEVELS:
             raise InputError(
                 f"recompute has {entry!r}: it must be {', '.join(map(repr, LEVELS))}, or a function of an op of torch "
                 "that returns whether its result is kept"
             )
-    levels: dict[str, Level] = {}
-    for entry in entries:
         name = getattr(entry, "__name__", type(entry).__name__) if callable(entry) else entry
         if name in levels:
             raise InputError(f"recompute has {name!r} twice: each level needs a name of its own")
@@ -146,7 +139,7 @@ class Keeping(_Mode):  # type: ignore[no-untyped-call]
             self._results.append(result)
             self._by_storage |= {storage_key(tensor): result for tensor in tensors_in(value)}
         elif isinstance(func, torch._ops.OpOverload):
-            for tensor in written(func, args, kwargs):  # also by `data`, which no version tells
+            for tensor in written(func, args, kwargs):  # also by `data`, which changes no version
                 if (changed := self._by_storage.pop(storage_key(tensor), None)) is not None:
                     changed.saved = None
         return value

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-
-from optpipe_runtime.stage.io import Tensors, reached_leaves
 
 DEEPEST = 4  # functions that call functions, lists in lists
 MOST_ENTRIES = 64  # of a list or a dict
@@ -20,20 +19,14 @@ MOST_ENTRIES = 64  # of a list or a dict
 
 class Outside:
     """Of one stage. Modules and parameters are looked for where a loss usually has them; others are found by the graph
-    of the first forward.
-
-    Attributes
-    ----------
-    reached
-        Names of the parameters from which the first forward computed the stage's result.
-    """
+    of the first forward."""
 
     def __init__(self, loss_fn: Callable[..., Any] | None, module: nn.Module) -> None:
         own = {id(part) for part in module.modules()} | {id(parameter) for parameter in module.parameters()}
         self._modules: dict[str, nn.Module] = {}
         self._tensors: dict[str, nn.Parameter] = {}
         self._others: dict[str, nn.Parameter] = {}
-        self.reached: list[str] = []
+        self.reached: list[str] = []  # names of the parameters from which the first forward computed the result
         for name, value in _held(loss_fn, "loss_fn", DEEPEST):
             if isinstance(value, nn.Module) and own.isdisjoint(map(id, value.modules())):
                 self._modules[name] = value
@@ -67,14 +60,6 @@ class Outside:
         self.reached = [names[id(leaf)] for leaf in alive if isinstance(leaf, nn.Parameter)]
 
 
-def leaves_of(outputs: Tensors, without: Tensors) -> list[ReferenceType[Tensor]]:
-    """The leaves of the graph of some outputs but for these."""
-    leaves = {id(leaf): leaf for output in outputs for leaf in reached_leaves(output)}
-    for tensor in without:
-        leaves.pop(id(tensor), None)
-    return [ref(leaf) for leaf in leaves.values()]
-
-
 def _held(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
     """The modules and parameters that a function, or another value, holds."""
     if isinstance(value, nn.Module | Tensor):
@@ -91,43 +76,23 @@ def _entries(value: Any) -> Mapping[Any, Any]:
     if isinstance(value, dict | list | tuple):
         pairs = value if isinstance(value, dict) else dict(enumerate(value))
         return pairs if len(pairs) <= MOST_ENTRIES else {}
+    owner, function = None, value
     if inspect.ismethod(value):
-        return _of_method(value.__self__, value.__func__)
-    if inspect.isfunction(value):
-        return _of_function(value)
-    called = type(value).__call__ if callable(value) and not inspect.isclass(value) else None
-    if inspect.isfunction(called):
-        return _of_method(value, called)
-    return {}
-
-
-def _of_method(owner: Any, function: Any) -> Mapping[str, Any]:
-    """A method's module, or of another object the attributes that the method reads."""
+        owner, function = value.__self__, value.__func__
+    elif callable(value) and not inspect.isclass(value) and not inspect.isfunction(value):
+        owner, function = value, type(value).__call__
     if isinstance(owner, nn.Module):
         return {"self": owner}
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return {**_read(owner, code.co_names if code else ()), **_of_function(function)}
-
-
-def _of_function(function: Any) -> Mapping[str, Any]:
-    function = inspect.unwrap(function)
+    function = inspect.unwrap(function) if callable(function) else None
     if not inspect.isfunction(function) or (function.__module__ or "").partition(".")[0] == "torch":
         return {}
-    try:
+    entries: dict[Any, Any] = {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {})}
+    with suppress(ValueError):  # a variable has no value yet
         variables = inspect.getclosurevars(function)
-    except ValueError:  # a variable has no value yet
-        return {}
-    entries: dict[Any, Any] = {
-        **dict(enumerate(function.__defaults__ or ())),
-        **(function.__kwdefaults__ or {}),
-        **variables.globals,
-        **variables.nonlocals,
-    }
+        entries |= {**variables.globals, **variables.nonlocals}
     read = function.__code__.co_names
-    inside = {
-        f"{name}.{attribute}": v for name, owner in entries.items() for attribute, v in _read(owner, read).items()
-    }
-    return entries | inside
+    inside = {f"{name}.{part}": v for name, each in entries.items() for part, v in _read(each, read).items()}
+    return {**_read(owner, read), **entries, **inside}
 
 
 def _read(owner: Any, names: Iterable[str]) -> Mapping[str, Any]:

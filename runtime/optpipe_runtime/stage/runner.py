@@ -1,51 +1,37 @@
 """`StageRunner`: one stage and its ops: F, B, W, BW and C on the user's module; O, D and R on what it keeps. Order and
-messages are the executor's."""
+messages are the executor's. `learn` finds out what a stage gets and gives, by forwards that it forgets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
-from optpipe_runtime.memory.activation import Activation, balance
+from optpipe_runtime.memory.activation import Activation, balance, in_place_errors, storage_key
 from optpipe_runtime.memory.engines import Handle
-from optpipe_runtime.memory.host_pool import HostPool, OnHost
+from optpipe_runtime.memory.host_memory import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.memory.saved import in_place_errors, storage_key
 from optpipe_runtime.stage.forwards import Arguments, Forwards, Running
-from optpipe_runtime.stage.io import LossFn, StageIO, Tensors
+from optpipe_runtime.stage.io import LossFn, Spec, StageIO, Tensors, clones, reached_leaves, tensors_in
 from optpipe_runtime.stage.levels import Level
 from optpipe_runtime.stage.outside import Outside
 from optpipe_runtime.stage.split import SplitBackward
 from optpipe_runtime.stage.state import Replay
-from optpipe_runtime.torch_private.modules import buffers_of
+from optpipe_runtime.torch_private.tensors import buffers_of, must_stay_whole, version
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class StageRunner:
-    """A module with its ops.
-
-    Attributes
-    ----------
-    io
-        What the stage gets and gives for each form of micro-batch: its route and its shapes. Filled in by `learn`.
-    outside
-        What it uses beside its module.
-    split
-        How its Bs leave weight gradients to Ws.
-    forwards
-        Its F and C, with what modules returned.
-    loss_factors
-        By what the loss of each micro-batch is multiplied for its backward, where the route ends; None: by one.
-    """
+    """A module with its ops, and where a route ends the `loss_fn`."""
 
     def __init__(
         self,
@@ -56,15 +42,14 @@ class StageRunner:
         pool: HostPool,
         loss_fn: LossFn | None = None,
     ) -> None:
-        """`loss_fn`: where a route ends."""
         self.index, self.module, self.device = index, module, device
         self._link, self._pool = link, pool
-        self.io: dict[int, StageIO] = {}
+        self.io: dict[int, StageIO] = {}  # for each form of micro-batch, its route and shapes; filled in by `learn`
         self.outside = Outside(loss_fn, module)
         self.replay = Replay(self.modules, self.parameters, device)
         self.split = SplitBackward(self.modules(), self.named_parameters, device)
         self.forwards = Forwards(index, module, device, loss_fn, self.split, self.replay)
-        self.loss_factors: Sequence[float] | None = None
+        self.loss_factors: Sequence[float] | None = None  # of each micro-batch, for its backward; None: one
         self._parts = 1
         self._running: dict[int, Running] = {}
 
@@ -97,7 +82,6 @@ class StageRunner:
 
     @property
     def buffer_bytes(self) -> int:
-        """What its buffers take, and a copy of them."""
         return sum(buffer.nbytes for buffer in self._buffers())
 
     @property
@@ -130,19 +114,14 @@ class StageRunner:
         repeats the forward. Host time is saved if it is known which `backward` op will come, B or BW, and if what
         autograd saves need not be `captured`, because it is neither counted nor moved."""
         io, arguments, forwards = self.io[form], Arguments(inputs, target, kwargs), self.forwards
-        activation = forwards.new_activation(io) if recompute is None else forwards.new_checkpoint()
+        activation = forwards.new_activation(io, checkpoint=recompute is not None)
         running = self._running[microbatch] = Running(io, activation, backward=backward, captured=captured)
         if recompute is None:
             return forwards.run(running, microbatch, arguments)
         return forwards.run_to_repeat(running, microbatch, arguments, recompute)
 
     def evaluate(
-        self,
-        microbatch: int,
-        inputs: Tensors,
-        target: Tensors = (),
-        form: int = 0,
-        kwargs: Mapping[str, Any] = _NONE,
+        self, microbatch: int, inputs: Tensors, target: Tensors, form: int, kwargs: Mapping[str, Any]
     ) -> Tensors:
         """F without a backward to follow: keeps nothing."""
         return self.forwards.evaluate(self.io[form], microbatch, Arguments(inputs, target, kwargs))
@@ -171,8 +150,14 @@ class StageRunner:
             )
         if edges:
             by_output = dict(zip(io.needed, gradients, strict=True))
-            with self.split.finding_at_b() if split and self.split.at_b is None else nullcontext():
-                self._walk(running, list(edges.values()), [by_output[k] for k in edges])
+            with (
+                self.split.finding_at_b() if split and self.split.at_b is None else nullcontext(),
+                self.split.splitting(running.backward, io.as_torch),  # checkpoints run forwards in a backward
+                self.split.without_autocast(),
+                running.queue.filling(),
+                in_place_errors(),
+            ):
+                torch.autograd.backward(list(edges.values()), [by_output[k] for k in edges])
         if not split:
             self.split.run(running.queue)
         return self._input_gradients(running)
@@ -192,12 +177,6 @@ class StageRunner:
         self._running.clear()
         self.split.abandon()
         self.end_step()
-
-    def _walk(self, running: Running, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Autograd's part of a backward. Checkpoints run forwards in it, so ops are split as in F."""
-        splitting = self.split.splitting(running.backward, running.io.as_torch)
-        with splitting, self.split.without_autocast(), running.queue.filling(), in_place_errors():
-            torch.autograd.backward(edges, gradients)
 
     def _input_gradients(self, running: Running) -> Tensors:
         """Those that the previous stage waits for: zeros where this micro-batch has none."""
@@ -235,3 +214,97 @@ class StageRunner:
     def activation(self, microbatch: int) -> Activation:
         """What the stage keeps of a micro-batch."""
         return self._running[microbatch].activation
+
+
+def learn(
+    stage: StageRunner,
+    inputs: Tensors,
+    target: Tensors | None = None,
+    form: int = 0,
+    begins: bool = False,
+    kwargs: Mapping[str, Any] = _NONE,
+    anew: bool = True,
+) -> StageIO:
+    """Fills in the stage's `io` of a form, and returns it. All outputs that require a gradient count as needed.
+
+    The inputs, the target (where the route ends here), and the named arguments are those of one micro-batch. Where the
+    route `begins` here, inputs may be other values than tensors. `anew`: all else of the stage is learned, too: which
+    calls it makes. Other forms only add theirs.
+    """
+    io = StageIO(tuple(Spec.from_tensor(tensor) for tensor in tensors_in(inputs)), begins, ends=target is not None)
+    if anew:
+        stage.split.learn_anew(stage.module)
+    arguments = Arguments(inputs, target or (), dict(kwargs))
+    try:
+        io, leaves = _run_noting(stage, io, arguments)
+    except Exception as error:
+        if not must_stay_whole(error):
+            raise
+        stage.split.whole = True
+        io, leaves = _run_noting(stage, io, arguments)
+    stage.outside.note(leaves)
+    stage.io[form] = io
+    stage.io[form] = _with_blocks(stage, io, arguments, form)
+    return stage.io[form]
+
+
+def _run_noting(stage: StageRunner, io: StageIO, arguments: Arguments) -> tuple[StageIO, list[ReferenceType[Tensor]]]:
+    """A forward of torch's own: notes the stage's calls, and adds what it gives. Returns the leaves of its graph, too,
+    without inputs and the module's parameters."""
+    assert stage.split.calls is not None
+    with stage.replay.undisturbed(), torch.enable_grad(), stage.split.calls.noting(stage.split.whole):
+        copies = clones(arguments)
+        outputs = stage.forwards.outputs(io, copies)
+        if io.ends and not outputs[0].requires_grad:
+            raise InputError(
+                "the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage"
+            )
+        reached = [list(reached_leaves(output)) for output in outputs]
+    given = {id(tensor): i for i, tensor in enumerate(tensors_in(arguments.inputs))}
+    own = {id(tensor) for tensor in (*tensors_in(arguments), *stage.module.parameters())}
+    others = {id(leaf): ref(leaf) for leaves in reached for leaf in leaves if id(leaf) not in own}
+    io = replace(
+        io,
+        outputs=tuple(Spec.from_tensor(output) for output in outputs),
+        reached=tuple(frozenset(given[id(leaf)] for leaf in leaves if id(leaf) in given) for leaves in reached),
+        needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
+        changes_inputs=any(version(tensor) for tensor in tensors_in(copies)),
+    )
+    return io, list(others.values())
+
+
+def _with_blocks(stage: StageRunner, io: StageIO, arguments: Arguments, form: int) -> StageIO:
+    """Adds the sizes of the blocks that a forward saves, which of them a drop does not free, and whether torch's own
+    graph saves as little."""
+    assert stage.split.calls is not None
+    running = _run(stage, arguments, form)  # with the graph
+    activation = running.activation
+    nbytes = activation.nbytes
+    if stage.split.norms_wait and stage.split.calls.would_hold > nbytes:
+        # W gains least by the products of layer norms, and a B should not need more memory than its F.
+        stage.split.norms_wait = False
+    activation.give_up()
+    stage.end_step()
+    shared = activation.shared_blocks()
+    io = replace(
+        io,
+        saved_outputs=running.saved_outputs,
+        shared_blocks=shared,
+        block_bytes=tuple(0 if i in shared else n for i, n in enumerate(activation.sizes())),
+        as_torch=True,
+    )
+    del running, activation
+    stage.io[form] = io
+    of_torch = _run(stage, arguments, form, Kind.BW).activation
+    stage.end_step()
+    return replace(io, as_torch=of_torch.nbytes <= nbytes)
+
+
+def _run(stage: StageRunner, arguments: Arguments, form: int, backward: Kind | None = None) -> Running:
+    """Runs a forward for which this backward op is known to come, and forgets it."""
+    with stage.replay.undisturbed():
+        batch, target, named = clones(arguments if stage.io[form].begins else arguments._replace(inputs=()))
+        stage.start_step(tensors_in((batch, target, named)), 1)
+        inputs = batch if stage.io[form].begins else tuple(tensor.detach().clone() for tensor in arguments.inputs)
+        stage.forward(0, inputs, target, form=form, backward=backward, kwargs=named)
+        return stage.forget(0)

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optpipe_runtime.ranks.parts import local
-from optpipe_runtime.torch_private.modules import buffers_of
-from optpipe_runtime.torch_private.tensors import version
+from optpipe_runtime.torch_private.tensors import buffers_of, local, version
 
 # A larger tensor is not copied again while it has not changed. To find that out, a GPU's host waits.
 SMALL_BYTES = 64 * 2**10
@@ -50,100 +48,29 @@ class Entry(NamedTuple):
     contents: Any
 
 
-class ModuleState:
-    """Of the modules of a stage."""
-
-    def __init__(self, modules: Callable[[], Iterable[nn.Module]]) -> None:
-        self._modules = modules
-        self._copies: dict[int, _Copy] = {}  # of large tensors, by identity
-        # Those that are there before any forward: later ones may be activations. torch's own modules change none.
-        self._attributes = [
-            (vars(part), name)
-            for part in modules()
-            if not type(part).__module__.startswith("torch.nn.modules.")
-            for name, value in vars(part).items()
-            if value is None or isinstance(value, Tensor | int | float | torch.Generator) or type(value) in CONTAINERS
-            if name not in vars(nn.Module())
-        ]
-
-    def save(self) -> SavedState:
-        """What it is now."""
-        copied: dict[int, Any] = {}  # contents by identity, because several modules may have one tensor
-        places = [(table, name) for part in self._modules() for table in [buffers_of(part)] for name in table]
-        entries = [
-            Entry(table, name, value, self._contents(value, copied))
-            for table, name in (*places, *self._attributes)
-            if not _is_activation(value := table.get(name, MISSING))
-        ]
-        return SavedState(entries)
-
-    def forget_copies(self) -> None:
-        """After a step."""
-        self._copies.clear()
-
-    def _contents(self, value: Any, copied: dict[int, Any]) -> Any:
-        if id(value) not in copied:
-            if isinstance(value, Tensor):
-                copied[id(value)] = self._copy(value)
-            elif isinstance(value, torch.Generator):
-                copied[id(value)] = value.clone_state()
-            elif type(value) in CONTAINERS:
-                copied[id(value)] = None  # for one that contains itself
-                pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-                few = len(pairs) <= MOST_ENTRIES
-                copied[id(value)] = [Entry(value, k, v, self._contents(v, copied) if few else None) for k, v in pairs]
-            else:
-                return None
-        return copied[id(value)]
-
-    def _copy(self, tensor: Tensor) -> Tensor | _Copy | None:
-        if isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.is_meta:
-            return None  # a copy would be in no graph
-        part = local(tensor)
-        if part.layout is torch.strided and any(
-            n > 1 and not stride for n, stride in zip(part.shape, part.stride(), strict=True)
-        ):
-            return None  # into an expanded tensor nothing can be written
-        if tensor.nbytes <= SMALL_BYTES:
-            return tensor.detach().clone()
-        last = self._copies.get(id(tensor))
-        if last is None or not last.is_current:
-            last = self._copies[id(tensor)] = _Copy(tensor, version(tensor), tensor.detach().clone())
-        return last
-
-
-class SavedState:
-    """What a `ModuleState` was."""
-
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self._entries = entries
-
-    def restore(self) -> None:
-        """Puts back the same objects with the same values."""
-        _put_back(self._entries)
-
-    @contextmanager
-    def standing_in(self) -> Iterator[list[Tensor]]:
-        """In this context the modules have copies with the values of then, so that a graph may hold them. Yields those
-        copies that are tensors. Large tensors that have not changed since stay where they are."""
-        stand_ins: dict[int, Any] = {}
-        unchanged: list[_Copy] = []
-        before = [(entry.place, entry.name, entry.place.get(entry.name, MISSING)) for entry in self._entries]
-        try:
-            for entry in self._entries:
-                _set(entry.place, entry.name, _stand_in(entry, stand_ins, unchanged))
-            yield [value for value in stand_ins.values() if isinstance(value, Tensor)]
-        finally:
-            for place in before:
-                _set(*place)
-            for copied in unchanged:
-                if not copied.is_current:
-                    # Not by `data`: if the graph has saved the tensor, its backward fails and does not use this value.
-                    with torch.no_grad():
-                        copied.tensor.copy_(copied.value)
+@contextmanager
+def _standing_in(entries: Sequence[Entry]) -> Iterator[list[Tensor]]:
+    """In this context the modules have copies with the values of then, so that a graph may hold them. Yields those
+    copies that are tensors. Large tensors that have not changed since stay where they are."""
+    stand_ins: dict[int, Any] = {}
+    unchanged: list[_Copy] = []
+    before = [(entry.place, entry.name, entry.place.get(entry.name, MISSING)) for entry in entries]
+    try:
+        for entry in entries:
+            _set(entry.place, entry.name, _stand_in(entry, stand_ins, unchanged))
+        yield [value for value in stand_ins.values() if isinstance(value, Tensor)]
+    finally:
+        for place in before:
+            _set(*place)
+        for copied in unchanged:
+            if not copied.is_current:
+                # Not by `data`: if the graph has saved the tensor, its backward fails and does not use this value.
+                with torch.no_grad():
+                    copied.tensor.copy_(copied.value)
 
 
 def _put_back(entries: Sequence[Entry]) -> None:
+    """The same objects with the same values."""
     for place, name, value, contents in entries:
         _set(place, name, value)
         if contents is None:
@@ -208,11 +135,6 @@ def save_random(device: torch.device) -> Restore:
     return restore
 
 
-def _is_activation(value: Any) -> bool:
-    """Whether a forward has left a tensor with its graph: to save it would hold all that the graph has saved."""
-    return isinstance(value, Tensor) and value.grad_fn is not None
-
-
 # A context in which all that forwards change is as it was at some forward; its value are the tensors that stand in.
 AsFirst = Callable[[], AbstractContextManager[list[Tensor]]]
 
@@ -226,28 +148,38 @@ class Replay:
         parameters: Callable[[], Iterable[nn.Parameter]],
         device: torch.device,
     ) -> None:
-        self._state, self._parameters, self._device = ModuleState(modules), parameters, device
+        self._modules, self._parameters, self._device = modules, parameters, device
+        self._copies: dict[int, _Copy] = {}  # of large tensors, by identity
+        # Those that are there before any forward: later ones may be activations. torch's own modules change none.
+        self._attributes = [
+            (vars(part), name)
+            for part in modules()
+            if not type(part).__module__.startswith("torch.nn.modules.")
+            for name, value in vars(part).items()
+            if value is None or isinstance(value, Tensor | int | float | torch.Generator) or type(value) in CONTAINERS
+            if name not in vars(nn.Module())
+        ]
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """What runs in this context leaves all but gradients as it was."""
-        saved, restore_random = self._state.save(), save_random(self._device)
+        entries, restore_random = self._save(), save_random(self._device)
         try:
             yield
         finally:
-            saved.restore()
+            _put_back(entries)
             restore_random()
 
     def as_now(self) -> AsFirst:
         """Returns a context in which random numbers, buffers and attributes are what they are now. It leaves them as it
         finds them. Its value are the tensors that stand in for others meanwhile."""
-        saved, restore_random = self._state.save(), save_random(self._device)
+        entries, restore_random = self._save(), save_random(self._device)
 
         @contextmanager
         def again() -> Iterator[list[Tensor]]:
             restore_later = save_random(self._device)
             try:
-                with saved.standing_in() as stand_ins:
+                with _standing_in(entries) as stand_ins:
                     restore_random()
                     yield stand_ins
             finally:
@@ -260,17 +192,58 @@ class Replay:
         gradients = [
             (p, p.grad, None if p.grad is None else p.grad.detach().to("cpu", copy=True)) for p in self._parameters()
         ]
-        saved = self._state.save()
+        entries = self._save()
 
         def restore() -> None:
             for parameter, gradient, value in gradients:
                 parameter.grad = gradient
                 if gradient is not None and value is not None:
                     gradient.detach().copy_(value)
-            saved.restore()
+            _put_back(entries)
 
         return restore
 
     def end_step(self) -> None:
         """Lets go of copies."""
-        self._state.forget_copies()
+        self._copies.clear()
+
+    def _save(self) -> list[Entry]:
+        copied: dict[int, Any] = {}  # contents by identity, because several modules may have one tensor
+        places = [(table, name) for part in self._modules() for table in [buffers_of(part)] for name in table]
+        values = [(*place, place[0].get(place[1], MISSING)) for place in (*places, *self._attributes)]
+        return [
+            Entry(table, name, value, self._contents(value, copied))
+            for table, name, value in values
+            # To save a tensor that a forward has left with its graph would hold all that the graph has saved.
+            if not isinstance(value, Tensor) or value.grad_fn is None
+        ]
+
+    def _contents(self, value: Any, copied: dict[int, Any]) -> Any:
+        if id(value) not in copied:
+            if isinstance(value, Tensor):
+                copied[id(value)] = self._copy(value)
+            elif isinstance(value, torch.Generator):
+                copied[id(value)] = value.clone_state()
+            elif type(value) in CONTAINERS:
+                copied[id(value)] = None  # for one that contains itself
+                pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+                few = len(pairs) <= MOST_ENTRIES
+                copied[id(value)] = [Entry(value, k, v, self._contents(v, copied) if few else None) for k, v in pairs]
+            else:
+                return None
+        return copied[id(value)]
+
+    def _copy(self, tensor: Tensor) -> Tensor | _Copy | None:
+        if isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.is_meta:
+            return None  # a copy would be in no graph
+        part = local(tensor)
+        if part.layout is torch.strided and any(
+            n > 1 and not stride for n, stride in zip(part.shape, part.stride(), strict=True)
+        ):
+            return None  # into an expanded tensor nothing can be written
+        if tensor.nbytes <= SMALL_BYTES:
+            return tensor.detach().clone()
+        last = self._copies.get(id(tensor))
+        if last is None or not last.is_current:
+            last = self._copies[id(tensor)] = _Copy(tensor, version(tensor), tensor.detach().clone())
+        return last

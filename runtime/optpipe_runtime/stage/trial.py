@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from optpipe.measured.estimate import MeasuredTimes
 from optpipe.model.ops import Kind
-from optpipe_runtime.memory.clock import Clock
-from optpipe_runtime.memory.engines import Handle
-from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.engines import Clock, Handle
+from optpipe_runtime.memory.host_memory import HostPool
 from optpipe_runtime.stage.io import Kwargs, Spec, Tensors, tensors_in
 from optpipe_runtime.stage.levels import FULL, Level
 from optpipe_runtime.stage.runner import StageRunner
@@ -34,10 +32,6 @@ class Spread(MeasuredTimes):
             iqr_ms=max(spread.iqr_ms for _, spread in weighed),
             count=sum(spread.count for _, spread in weighed),
         )
-
-    def longer(self, ms: float) -> Spread:
-        """The same with so many ms more."""
-        return replace(self, ms=round(self.ms + ms, 4))
 
 
 class OpTimer:
@@ -59,7 +53,7 @@ class OpTimer:
             self._marks[name].append([(start, self._clock.mark())])
 
     def copies(self, name: str, parts: Sequence[Sequence[Handle]]) -> None:
-        """Notes the transfers of all parts. Their times are added up, each as a step's trace tells it."""
+        """Notes the transfers of all parts. Their times are added up, each as in a step's trace."""
         if self.recording:
             self._marks[name].append([(handles[0].start, handles[-1].end) for handles in parts if handles])
 
@@ -75,33 +69,17 @@ BESIDE = -1  # the number of a micro-batch that runs beside others
 
 
 class Trial:
-    """One stage on one route.
+    """One stage on one route. Its activations leave in so many `parts`, and it is recomputed by these `levels`.
 
-    Parameters
-    ----------
-    given
-        Inputs, targets and named arguments of one micro-batch, the first two where the route begins or ends here.
-    parts
-        In so many parts activations leave.
-    levels
-        Those by which the stage is recomputed.
-
-    Attributes
-    ----------
-    times
-        Of all ops, by the problem's fields.
-    sizes
-        Bytes, by the problem's fields; where they vary, those that are safe for every round. Those of a level have its
-        name before them (`field_of`).
-    moved
-        The level whose checkpoint `forward` leaves, None for a whole activation.
+    `data` are the inputs, targets and named arguments of one micro-batch, the first two where the route begins or ends
+    here. Times and bytes have the names of the problem's fields, those of a level with its name before (`field_of`).
     """
 
     def __init__(
         self,
         stage: StageRunner,
         form: int,
-        given: tuple[tuple[Any, ...], tuple[Any, ...], Kwargs],
+        data: tuple[tuple[Any, ...], tuple[Any, ...], Kwargs],
         parts: int,
         levels: Sequence[Level],
         clock: Clock,
@@ -109,14 +87,14 @@ class Trial:
         self.levels = levels
         self.stage, self.form, self.parts = stage, form, parts
         io = stage.io[form]
-        inputs, targets, self._kwargs = given
+        inputs, targets, self._kwargs = data
         self._inputs = inputs if io.begins else ()
         self._targets = targets if io.ends else ()
         self._gradients = () if io.ends else io.output_gradients
         self._batch = tensors_in((self._inputs, self._targets, self._kwargs))
         self.times = OpTimer(clock)
-        self.sizes: dict[str, int] = {}
-        self.moved: Level | None = None
+        self.sizes: dict[str, int] = {}  # bytes; where they vary, those that are safe for every round
+        self.moved: Level | None = None  # whose checkpoint `forward` leaves; None: a whole activation
         self._generator = torch.Generator(stage.device).manual_seed(stage.index)
         self._outputs: Tensors = ()
 
@@ -169,12 +147,7 @@ class Trial:
         """Runs F without timing it. Call `forget` afterwards."""
         self.stage.start_step(self._batch, self.parts)
         self._outputs = self.stage.forward(
-            microbatch,
-            self._fresh_inputs(),
-            self._targets,
-            recompute=self.moved,
-            form=self.form,
-            kwargs=self._kwargs,
+            microbatch, self._fresh_inputs(), self._targets, recompute=self.moved, form=self.form, kwargs=self._kwargs
         )
 
     def forget(self, microbatch: int) -> None:

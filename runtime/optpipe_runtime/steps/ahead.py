@@ -24,7 +24,7 @@ from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import lower, one_at_a_time, require_valid
 from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.ranks.cpu_group import CpuGroup
-from optpipe_runtime.ranks.subgroup import LostError
+from optpipe_runtime.ranks.team import LostError
 from optpipe_runtime.steps.planner import StepAnnouncement, Unmeasured
 from optpipe_runtime.swap.schedules import PlannedStep, share_schedule
 

@@ -14,7 +14,7 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.ranks.cpu_group import CpuGroup
-from optpipe_runtime.ranks.subgroup import LostError
+from optpipe_runtime.ranks.team import LostError
 
 log = logging.getLogger("optpipe.runtime")
 

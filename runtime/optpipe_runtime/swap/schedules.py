@@ -25,7 +25,7 @@ from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import lower, require_valid
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.subgroup import LostError
+from optpipe_runtime.ranks.team import LostError
 from optpipe_runtime.swap.offers import Offers
 from optpipe_runtime.swap.step_times import StepTimes
 

@@ -1,6 +1,6 @@
 """The private names of torch that this runtime uses, each with the reason why. No other room uses one.
 
-- `tensors`: tensors, storages, autograd; `trees`: nested values; `modules`: nn.Module and compiled regions;
+- `tensors`: tensors, storages, autograd, nested values, nn.Module and compiled regions;
 - `groups`: process groups; `fsdp`: `fully_shard`; `pipelining`: torch's own pipelining.
 
 `tests/runtime/test_torch_private.py` has a test for each name, which fails when torch changes it.

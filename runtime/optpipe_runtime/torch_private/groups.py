@@ -18,7 +18,7 @@ def described_groups() -> list[tuple[str, list[int]]]:
 
 
 def timeouts(group: ProcessGroup) -> Iterator[timedelta]:
-    """The timeouts that the user gave to a group, one of each device's backend. torch takes them, but does not tell."""
+    """The timeouts that the user gave to a group, one of each device's backend. No public name of torch has them."""
     for device in group._device_types:
         with suppress(RuntimeError):  # a backend without options
             yield group._get_backend(device).options._timeout

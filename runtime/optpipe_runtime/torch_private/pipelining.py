@@ -19,7 +19,7 @@ Action = _Action  # one entry of a row
 StageBase = _PipelineStageBase  # of all kinds of stages
 PipelineSchedule = _PipelineSchedule  # all of torch's schedules are one
 COMPUTE_LOSS = "_maybe_compute_loss"  # a schedule's method that computes the loss, if the stage is the last
-WAITS_FOR_SENDS = hasattr(_ComputationType, "WAIT_SEND_F")  # whether rows tell when a message must have been sent
+WAITS_FOR_SENDS = hasattr(_ComputationType, "WAIT_SEND_F")  # whether rows have when a message must have been sent
 
 
 def stages_of_schedule(schedule: PipelineSchedule) -> list[Any]:

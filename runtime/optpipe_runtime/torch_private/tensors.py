@@ -1,37 +1,79 @@
-"""Private names of tensors, storages, ops and autograd."""
+"""Private names of tensors, storages, ops, autograd, nested values, nn.Module and torch.compile."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.function import BackwardCFunction
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what a collective gives before it ends
 from torch.distributed.tensor import DTensor
-
-from optpipe_runtime.torch_private.trees import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "GROUPED_MM",
     "AsyncCollectiveTensor",
     "base",
+    "buffers_of",
+    "compiled_call",
     "has_hooks",
+    "is_compiled",
     "is_mapping",
+    "is_wrapped",
+    "local",
     "makes_new",
-    "own_part",
+    "must_stay_whole",
+    "parameters_of",
     "saved_tensors_hooks_in_force",
     "saves_tensors",
     "spec",
     "storage_id",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
     "unview",
     "version",
     "without_subclass_functions",
     "written",
 ]
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The table of a module's own parameters. An attribute takes longer to read, and may hide one of them."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of a module's own buffers. torch can set them by name, but not put another tensor in their place."""
+    return module._buffers
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a call of this object does more than its class's forward: hooks, or a forward of its own."""
+    return bool(module._forward_pre_hooks or module._forward_hooks) or "forward" in vars(module)
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """What `module.compile()` has put in the place of its call; None if it was not compiled in place."""
+    return module._compiled_call_impl
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was given this module, in place or as a module around it."""
+    return compiled_call(module) is not None or hasattr(module, "_orig_mod")
+
+
+def must_stay_whole(error: Exception) -> bool:
+    """Whether a region was compiled with fullgraph=True and was to end in the middle. Loads no compiler."""
+    dynamo = sys.modules.get("torch._dynamo.exc")
+    return dynamo is not None and isinstance(error, dynamo.Unsupported)
+
 
 # What functional.grouped_mm calls, and thus what a mode sees. Some releases lack it.
 GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
@@ -58,9 +100,16 @@ def unview(tensor: Tensor) -> Tensor:
     return result
 
 
-def own_part(tensor: DTensor) -> Tensor:
-    """This rank's part. `to_local` would add a node to the graph."""
-    return tensor._local_tensor
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: of a DTensor its own part (`to_local` would add a node to the graph), of a
+    collective under way the result. Others are what they are."""
+    while True:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        elif isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
+        else:
+            return tensor
 
 
 def spec(tensor: DTensor) -> Any:
@@ -69,7 +118,7 @@ def spec(tensor: DTensor) -> Any:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether hooks of the user's wait for a parameter's gradient. torch can register them, but not tell."""
+    """Whether hooks of the user's wait for a parameter's gradient. torch can register them, and not list them."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 

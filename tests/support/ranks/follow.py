@@ -15,7 +15,7 @@ from optpipe.evaluate import timeline
 from optpipe_cache import Cache
 from optpipe_runtime import Follower, Pipeline, Profiler
 from optpipe_runtime.lowering.prepare import one_at_a_time
-from optpipe_runtime.memory import clock
+from optpipe_runtime.memory import engines
 from optpipe_runtime.service import client
 from support.ranks.cases import batch, loss_fn, own_stages
 from support.until import until as wait_until
@@ -100,7 +100,7 @@ def slows_down(
     x = torch.randn(microbatches * paced.SHAPE[0], paced.SHAPE[1])
     versions, problems = [], []
     noisy: Any = Noisy(rank)
-    paced.time = clock.time = noisy
+    paced.time = engines.time = noisy
     told, closed, client.REPORT_S, client.CLOSE_S = client.REPORT_S, client.CLOSE_S, 60.0, 120.0
     try:
         with (
@@ -114,7 +114,7 @@ def slows_down(
                 problems.append(pipe.problem)
                 await_search(follower)
     finally:
-        paced.time = clock.time = time
+        paced.time = engines.time = time
         client.REPORT_S, client.CLOSE_S = told, closed
     return versions, problems
 

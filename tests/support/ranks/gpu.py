@@ -123,7 +123,7 @@ def wide(microbatches: int) -> tuple[nn.Module, Tensor]:
 
 def freed(schedule: Schedule) -> tuple[int, int, list[bool]]:
     """The bytes that the drop of an activation frees and its reload takes, as CUDA's allocator counts (on CPU as the
-    stage does, which `test_released` compares with the process), and whether the host's pages are locked."""
+    stage does, which `test_store` compares with the process), and whether the host's pages are locked."""
     module, x = wide(2)
     stage_bytes: dict[str, int] = {}
     with cases.pipeline({0: module}, schedule, mse_loss) as pipe:

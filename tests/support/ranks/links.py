@@ -13,7 +13,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
 from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.engines import CopyEngine, Handle
-from optpipe_runtime.memory.host_pool import HostPool, OnHost
+from optpipe_runtime.memory.host_memory import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.team import Team
 from optpipe_runtime.stage import runner

@@ -19,6 +19,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.execute.gradients import Reductions
 from optpipe_runtime.ranks.replicas import Replicas
+from optpipe_runtime.ranks.sharded import Sharded
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks.cases import LENGTH, Gradients, batches, loss_fn, make_stages, own, plain_training, sgd
 from support.ranks.replicas import gradients, parameters, place, wrapped
@@ -154,18 +155,13 @@ def recorded(pipe: Pipeline, events: Events, awaits: Sequence[tuple[str, str]]) 
 
         return run
 
-    def reduction(real: Callable[[Replicas, int], Any]) -> Callable[[int], Any]:
-        def take(s: int) -> Any:
-            read, reduce = real(replicas, s)
+    def recording(s: int, read: Any, reduce: Callable[[], None]) -> Any:
+        def run() -> None:
+            events.tell(f"starts {s}")
+            reduce()
+            events.tell(f"ended {s}")
 
-            def run() -> None:
-                events.tell(f"starts {s}")
-                reduce()
-                events.tell(f"ended {s}")
-
-            return read, run
-
-        return take
+        return read, run
 
     def gather(s: int) -> None:
         if s not in replicas._gathered:
@@ -173,9 +169,12 @@ def recorded(pipe: Pipeline, events: Events, awaits: Sequence[tuple[str, str]]) 
         Replicas.gather(replicas, s)
 
     ops = {"F": "forward", "B": "backward", "W": "weight"}
-    reductions = {name: reduction(getattr(Replicas, name)) for name in ("reduction", "window")}
+    take_window = Sharded.take_window
     with (
-        mock.patch.multiple(replicas, gather=gather, **reductions),
+        mock.patch.multiple(
+            replicas, gather=gather, reduction=lambda s: recording(s, *Replicas.reduction(replicas, s))
+        ),
+        mock.patch.object(Sharded, "take_window", lambda own: recording(own._stage, *take_window(own))),
         mock.patch.multiple(StageRunner, **{name: op(kind, getattr(StageRunner, name)) for kind, name in ops.items()}),
     ):
         yield

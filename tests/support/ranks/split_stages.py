@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.host_memory import HostPool
 from optpipe_runtime.memory.link import Link
-from optpipe_runtime.stage.learn import learn
 from optpipe_runtime.stage.levels import FULL, LEVELS
-from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.runner import StageRunner, learn
 from support.ranks.odd_modules import BATCH, WIDTH, linear
 
 CPU = torch.device("cpu")

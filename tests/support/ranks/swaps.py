@@ -20,7 +20,7 @@ from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline, StepReport
 from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.memory import host_pool
+from optpipe_runtime.memory import host_memory
 from optpipe_runtime.memory.host_memory import HostMemory
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks.cases import LENGTH, WIDTH, Gradients, Plain, numbers, own, pipeline, plain_training, sgd
@@ -260,7 +260,7 @@ def offered_beside(first: Schedule, away: Schedule, error: str) -> tuple[list[in
     rank 1 then gets none. Versions, what the log says, and whether each allocation was in the thread of the steps."""
     modules, versions, rank = own_stages([0, 1]), [], dist.get_rank()
     three_steps, in_steps = threading.Event(), []
-    real, steps = host_pool.allocate, threading.current_thread()
+    real, steps = host_memory.allocate, threading.current_thread()
 
     def slow(nbytes: int, device: torch.device) -> HostMemory:
         in_steps.append(threading.current_thread() is steps)
@@ -271,7 +271,7 @@ def offered_beside(first: Schedule, away: Schedule, error: str) -> tuple[list[in
         return real(nbytes, device)
 
     with (
-        mock.patch.object(host_pool, "allocate", slow),
+        mock.patch.object(host_memory, "allocate", slow),
         Pipeline(modules, [0, 1], mse_loss, first.problem.microbatches) as pipe,
         heard() as logged,
     ):

@@ -28,8 +28,8 @@ from examples import paced
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, name_ranges, torch_schedule
-from optpipe_runtime.memory.host_pool import PAGE
-from optpipe_runtime.memory.saved import StorageRef, storage_key
+from optpipe_runtime.memory.activation import StorageRef, storage_key
+from optpipe_runtime.memory.host_memory import PAGE
 from support.ranks.cases import Gradients, batch, loss_fn, own
 from support.ranks.systems import Outcome, model
 

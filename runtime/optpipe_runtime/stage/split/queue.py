@@ -1,22 +1,25 @@
-"""Where a B leaves the weight gradients that its W computes."""
+"""Where a B leaves the weight gradients that its W computes: `WeightQueue`; `Delayed` for modules that keep them in a
+queue of their own, as TransformerEngine's do with `delay_wgrad_compute=True`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from optpipe_runtime.memory.saved import StorageRef, storage_key
-from optpipe_runtime.ranks.parts import local
+from optpipe_runtime.memory.activation import StorageRef, storage_key
 from optpipe_runtime.torch_private.tensors import (
     AsyncCollectiveTensor,
     has_hooks,
+    local,
     saves_tensors,
     storage_id,
     version,
@@ -27,7 +30,7 @@ _LONGEST_CHAIN = 8  # views and casts between a parameter and the op that uses i
 
 
 class WeightQueue:
-    """What one stage and micro-batch left to W. `deferring` tells whether the backward under way is a B."""
+    """What one stage and micro-batch left to W. `deferring`: the backward under way is a B."""
 
     def __init__(self) -> None:
         self.deferring = False
@@ -150,22 +153,6 @@ def accumulated(parameter: Tensor) -> tuple[int, int]:
     return (0, 0) if parameter.grad is None else (id(parameter.grad), version(parameter.grad))
 
 
-@contextmanager
-def added_at_once(parameters: Mapping[str, Tensor]) -> Iterator[set[str]]:
-    """The names of those to which autograd adds a gradient in this context, also where a hook of Megatron's moves it
-    into `main_grad` and leaves no `.grad`."""
-    names: set[str] = set()
-    nodes = {name: get_gradient_edge(p).node for name, p in parameters.items() if p.requires_grad}
-
-    def note(name: str) -> Callable[[Any, Any], None]:
-        return lambda _, gradients: names.add(name) if gradients[0] is not None else None
-
-    with ExitStack() as hooks:
-        for name, node in nodes.items():
-            hooks.callback(node.register_hook(note(name)).remove)
-        yield names
-
-
 def can_wait(weight: Tensor) -> bool:
     """Whether the gradient may come at W: that of a parameter, or of views and casts of one, or one plus a constant,
     whose backward needs nothing saved.
@@ -195,3 +182,64 @@ def plain(tensor: Tensor) -> bool:
     own. The result of a collective is, once it is there."""
     kinds = Tensor, nn.Parameter, AsyncCollectiveTensor
     return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_nested
+
+
+class Delayed:
+    """The modules of a stage that delay weight gradients. While `watched`, what they leave behind in a B is queued for
+    its W: each `backward_dw()` computes the weight gradients of one backward, the oldest first. If the Ws of two
+    micro-batches come in another order than their Bs, a W does the other's work: equally much, and the sum is the same.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        any_modules: list[Any] = [part for part in modules if hasattr(part, "need_backward_dw")]
+        self._modules: list[nn.Module] = [part for part in any_modules if part.need_backward_dw()]
+        self._pending: Counter[nn.Module] = Counter()  # backwards whose weight gradients are still to be computed
+        self._at_b: set[Tensor] = set()  # their parameters whose gradient autograd adds at B nevertheless
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Wraps the stage's forwards, and its backwards, because a checkpoint runs forwards in a backward."""
+        handles = [module.register_forward_hook(self._watch) for module in self._modules]
+        before = {parameter: accumulated(parameter) for module in self._modules for parameter in module.parameters()}
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._at_b |= {parameter for parameter, state in before.items() if accumulated(parameter) != state}
+
+    def drain(self) -> None:
+        """After a step that was abandoned: computes and drops what the modules still keep."""
+        for module in self._modules:
+            while self._pending[module]:
+                self._oldest(module)
+
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) else output
+        node = getattr(first, "grad_fn", None)
+        if node is not None and any(parameter.requires_grad for parameter in module.parameters()):
+            node.register_prehook(partial(self._ran, module))
+
+    def _ran(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
+        queue = filling()
+        if queue is None:
+            return
+        for gradient in gradients:
+            if gradient is not None:
+                # The module may keep it. It may also keep its input, which the stage's activation counts.
+                queue.watch(gradient)
+        self._pending[module] += 1
+        queue.push(lambda: accumulate(*self._oldest(module)))
+
+    def _oldest(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The gradients of its oldest backward. TransformerEngine sets `.grad` where autograd would add to it, so
+        `.grad` is put aside meanwhile."""
+        self._pending[module] -= 1
+        aside = {parameter: parameter.grad for parameter in module.parameters() if parameter not in self._at_b}
+        for parameter in aside:
+            parameter.grad = None
+        module.backward_dw()  # type: ignore[operator]
+        gradients = [parameter.grad for parameter in aside]
+        for parameter, before in aside.items():
+            parameter.grad = before
+        return list(aside), gradients

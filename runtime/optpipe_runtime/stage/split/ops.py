@@ -1,5 +1,6 @@
-"""Splits the backward of the ops of which most stages consist: linear layers, layer norms, and products with a weight,
-in which norms end that are written out.
+"""Ops that leave their weight gradients to W.
+
+Linear layers, layer norms and products with a weight, in which norms end that are written out, have hooks:
 
 - F calls torch's op on the detached weight, so that autograd will compute the gradient of the input alone. What the
   gradient of the weight needs is saved by the saved-tensor hooks in force, as autograd would save it.
@@ -7,50 +8,113 @@ in which norms end that are written out.
   queue (`queue`).
 - W runs the job: the product by which autograd itself would compute the gradient of the weight.
 
-A call whose input has no gradient, or whose parameters are no plain leaves, is split by `graph`.
+Any other op becomes one node, `_Split`, with a graph of its own inside, as torch records it (`by_graph`). At B autograd
+walks that graph to the op's inputs; at W, with the same output gradient, to its parameters. Each walk computes only
+what is asked for, by the kernels of a plain run. The outer node keeps what the op saves, so that `Activation` and
+checkpoints see it like any other saved tensor. So with DTensors, too, placements and communication are torch's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 
 from optpipe.errors import InputError
-from optpipe_runtime.memory.saved import Staying, storage_key
-from optpipe_runtime.stage.split import graph
-from optpipe_runtime.stage.split.queue import Gradients, accumulate, filling, plain
-from optpipe_runtime.torch_private.modules import parameters_of
-from optpipe_runtime.torch_private.tensors import (
-    base,
-    has_hooks,
-    is_mapping,
-    saved_tensors_hooks_in_force,
-    version,
-    without_subclass_functions,
-)
-from optpipe_runtime.torch_private.trees import tree_map_only
+from optpipe_runtime.memory.activation import Staying, storage_key
+from optpipe_runtime.stage.io import enter
+from optpipe_runtime.stage.split.queue import Gradients, accumulate, can_wait, filling, plain, weight_grads
+from optpipe_runtime.torch_private.tensors import base, has_hooks, local, saved_tensors_hooks_in_force, unview, version
+
+
+def by_graph(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """func(*args, **kwargs). It must return one tensor that its own backward does not need, because what follows may
+    change it in place."""
+    values = (*args, *kwargs.values())
+    tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+    weights = [i for i in tensors if can_wait(values[i])]
+    if not torch.is_grad_enabled():  # a forward that is to be recomputed
+        return func(*args, **kwargs)
+    if len(weights) in (0, len(tensors)) or not all(plain(local(values[i])) for i in tensors):
+        return func(*args, **kwargs)  # no weights, only weights, or tensors of other kinds
+    result: Tensor = _Split.apply(func, tuple(kwargs), weights, *values)  # type: ignore[no-untyped-call]
+    return result
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Indices have no gradient, so all of the backward waits for W."""
+    options: Any = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if max_norm is not None or sparse:  # changes the weight, or has a gradient that W cannot add to another one
+        return functional.embedding(input, weight, *options)
+    return by_graph(functional.embedding, input, weight, *options)
+
+
+class _Split(torch.autograd.Function):
+    """Walks of the inner graph end where inputs `enter` it. Saved tensors are numbers in the list `kept`, empty
+    until B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, func: Callable[..., Tensor], names: tuple[str, ...], weights: list[int], *values: Any
+    ) -> Tensor:
+        inputs = [i for i in range(len(values)) if ctx.needs_input_grad[3 + i] and i not in weights]
+        kept: list[Tensor] = []
+        inner = list(values)
+        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: _number(kept, tensor), kept.__getitem__):
+            entered = enter(tuple(values[i].detach() for i in inputs), range(len(inputs)), [])
+            for i, tensor in zip(inputs, entered, strict=True):
+                inner[i] = tensor
+            unnamed = len(inner) - len(names)
+            y = func(*inner[:unnamed], **dict(zip(names, inner[unnamed:], strict=True)))
+        ctx.save_for_backward(*kept)
+        kept.clear()
+        ctx.kept, ctx.y, ctx.inputs = kept, get_gradient_edge(y), {i: get_gradient_edge(inner[i]) for i in inputs}
+        ctx.weights, ctx.count, ctx.name = {i: values[i] for i in weights}, len(values), func.__name__
+        result = y.detach()
+        return result if base(result) is None else unview(result)  # a view could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise InputError(
+                f"a gradient is to be differentiated again, through {ctx.name}: that is not possible in a stage"
+            )
+        kept, y, inputs, weights = ctx.kept, ctx.y, ctx.inputs, ctx.weights
+        kept[:] = ctx.saved_tensors
+
+        def gradients(of: Sequence[Any]) -> Sequence[Tensor]:
+            return torch.autograd.grad(y, of, dy, retain_graph=True)
+
+        grads: dict[int, Tensor | None] = {}
+        if inputs:
+            grads |= zip(inputs, gradients(list(inputs.values())), strict=True)
+        parameters = list(weights.values())
+        grads |= zip(weights, weight_grads(parameters, lambda: gradients(parameters), dy, *kept), strict=True)
+        return None, None, None, *map(grads.get, range(ctx.count))
+
+
+def _number(kept: list[Tensor], tensor: Tensor) -> int:
+    kept.append(tensor)
+    return len(kept) - 1
 
 
 class WeightHook:
-    """Leaves to W what one call of an op owes its parameters. Autograd calls it in B, before the op's node.
-
-    Parameters
-    ----------
-    output
-        Of the op.
-    parameters
-        Whose gradients W is to add to.
-    gradients
-        Computes these, from the gradient of the op's output and the saved tensors.
-    saved
-        Tensors that it needs of the forward. The hook lets go of them when it is called.
-    """
+    """Leaves to W what one call of an op owes its parameters. Autograd calls it in B, before the node of the op's
+    output. `gradients` computes theirs from that of the output and the `saved` tensors of the forward, of which the
+    hook lets go when it is called."""
 
     __slots__ = ("_gradients", "_kept", "_parameters", "_unpack")
 
@@ -95,9 +159,9 @@ class Casts:
     does within an autocast context. Like parameters, casts are no activations: their storages are added to `staying`.
     `nbytes` is what the casts of the last step took."""
 
-    def __init__(self, staying: MutableSet[int] | None = None) -> None:
+    def __init__(self) -> None:
         self.nbytes = 0
-        self.staying: MutableSet[int] = set() if staying is None else staying
+        self.staying: set[int] = set()
         self._cast: dict[tuple[Tensor, torch.dtype], tuple[int, Tensor]] = {}
 
     def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -129,7 +193,7 @@ SCALES: frozenset[Any] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tenso
 def linear(casts: Casts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     cast = torch.is_autocast_enabled(input.device.type)
     if not _are_plain(input, weight, bias) or not (cast or input.dtype == weight.dtype):
-        return graph.split(functional.linear, input, weight, bias)
+        return by_graph(functional.linear, input, weight, bias)
     if cast:
         input = input.to(torch.get_autocast_dtype(input.device.type))
     plain_bias = None if bias is None else casts.cast(bias, input.dtype)
@@ -157,7 +221,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if not _has_node(input, weight, bias):
-        return graph.split(functional.layer_norm, input, normalized_shape, weight, bias, eps)
+        return by_graph(functional.layer_norm, input, normalized_shape, weight, bias, eps)
     assert weight is not None
     shape, plain_bias = tuple(normalized_shape), None if bias is None else bias.detach()
     y, mean, rstd = torch.native_layer_norm(input, shape, weight.detach(), plain_bias, eps)
@@ -176,7 +240,7 @@ def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     if weight is None or not _ends_in_product(input.device.type):
-        return graph.split(functional.rms_norm, input, normalized_shape, weight, eps)
+        return by_graph(functional.rms_norm, input, normalized_shape, weight, eps)
     # The product alone is split: gradients of its input then add up in torch's own order.
     return scale(torch.mul, functional.rms_norm(input, normalized_shape, None, eps), weight)
 
@@ -193,14 +257,14 @@ def scale(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """The product of two tensors, one of which may be a weight."""
     for x, weight in (args, args[::-1]) if len(args) == 2 and not kwargs else ():
         if _has_node(x, weight):
-            return _scaled(x, weight)
-    return graph.split(func, *args, **kwargs)
+            y = torch.mul(x, weight.detach())
+            WeightHook(y, (weight,), partial(_scale_gradient, weight.shape), x)
+            return y
+    return by_graph(func, *args, **kwargs)
 
 
-def _scaled(x: Tensor, weight: Tensor) -> Tensor:
-    y = torch.mul(x, weight.detach())
-    WeightHook(y, (weight,), lambda dy, x: ((dy * x).sum_to_size(weight.shape),), x)
-    return y
+def _scale_gradient(shape: torch.Size, dy: Tensor, x: Tensor) -> Gradients:
+    return ((dy * x).sum_to_size(shape),)
 
 
 def _has_node(input: Any, weight: Any, bias: Any = None) -> bool:
@@ -228,97 +292,3 @@ def _are_plain(input: Any, weight: Any, bias: Any) -> bool:
 def _is_plain_leaf(parameter: Any) -> bool:
     """Whether a gradient may be added to a parameter outside of autograd."""
     return type(parameter) is nn.Parameter and parameter.requires_grad and not has_hooks(parameter)
-
-
-# Modules
-
-
-class Hooked:
-    """While active, modules have a forward of their own, so that no mode has to see every call of torch.
-
-    Parameters
-    ----------
-    modules
-        With a forward that can be replaced (`called_by`).
-    scaling
-        Modules of any class that end in a product with their weight, such as RMS norms that are written out. They keep
-        their forward, and have a `ScalingWeight`.
-    run
-        Calls a function of torch so that its backward is split.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], scaling: Iterable[nn.Module], run: Callable[..., Tensor]) -> None:
-        # What is written into `vars` of a module is found before its class's forward, and before its parameters.
-        self._forwards = [(vars(module), _replaced(module, run)) for module in modules]
-        self._scaling = [(vars(module), parameters_of(module)) for module in scaling]
-
-    def __enter__(self) -> None:
-        for attributes, forward in self._forwards:
-            attributes["forward"] = forward
-        for attributes, parameters in self._scaling:
-            attributes["weight"] = ScalingWeight.wrap(parameters["weight"])
-
-    def __exit__(self, *error: object) -> None:
-        for attributes, _ in self._forwards:
-            attributes.pop("forward", None)
-        for attributes, _ in self._scaling:
-            attributes.pop("weight", None)
-
-
-# By the class's own forward, which a subclass may have, too: the function that it calls, and with what after the input.
-_FORWARDS: dict[Any, tuple[Any, Callable[[Any, Mapping[str, Any]], tuple[Any, ...]]]] = {
-    nn.Linear.forward: (functional.linear, lambda part, own: (own["weight"], own["bias"])),
-    nn.LayerNorm.forward: (
-        functional.layer_norm,
-        lambda part, own: (part.normalized_shape, own["weight"], own["bias"], part.eps),
-    ),
-    nn.RMSNorm.forward: (functional.rms_norm, lambda part, own: (part.normalized_shape, own["weight"], part.eps)),
-    nn.Embedding.forward: (
-        functional.embedding,
-        lambda part, own: (
-            own["weight"],
-            part.padding_idx,
-            part.max_norm,
-            part.norm_type,
-            part.scale_grad_by_freq,
-            part.sparse,
-        ),
-    ),
-}
-
-
-def called_by(module: nn.Module) -> Any:
-    """The function that a module's forward calls, if it can be replaced; else None."""
-    return _FORWARDS[type(module).forward][0] if type(module).forward in _FORWARDS else None
-
-
-def _replaced(module: nn.Module, run: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    func, options = _FORWARDS[type(module).forward]
-    own = parameters_of(module)
-    return lambda input: run(func, input, *options(module, own))
-
-
-class ScalingWeight(Tensor):
-    """A parameter by which a module multiplies. In any other op it is the parameter itself. Where no op is called, as
-    by an autograd function, it is a view of the parameter."""
-
-    parameter: Tensor
-
-    @classmethod
-    def wrap(cls, parameter: Any) -> ScalingWeight:
-        with torch.enable_grad():
-            weight: ScalingWeight = parameter.as_subclass(cls)
-        weight.parameter = parameter
-        return weight
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        with without_subclass_functions():
-            args, kwargs = tree_map_only(cls, lambda scale: scale.parameter, (args, dict(kwargs or {})))
-            if func in SCALES and len(args) == 2 and not kwargs and not is_mapping():
-                for x, weight in (args, args[::-1]):
-                    if _has_node(x, weight):
-                        return _scaled(x, weight)
-            return func(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""Gradient clipping over all stages: the norm of the whole model's gradient, every parameter counted once.
+"""Gradients in which more than one rank has a part: of tied parameters (`Tie`), and of the whole model, whose norm
+`clip` limits. The norm counts every parameter once.
 
 Of inner peers the first one counts. A DTensor has the same norm on all of them, which is that of all its parts, and a
 plain parameter the same gradient. Only one marked as Megatron-LM marks its parts, by the attribute
@@ -20,10 +21,70 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.torch_private.tensors import local
+
+
+class Tie:
+    """Copies that start equal and get the sum of their gradients after every step, so that equal optimizers keep them
+    equal. Every method is collective.
+
+    A module is tied by its parameters, in their order. DTensors, which must be sharded in the same way on all copies,
+    are tied part by part: `fully_shard`'s on each replica, others on each inner peer. `uncounted` are the parameters
+    here that a lower rank has, too: the norm of all gradients counts them there.
+    """
+
+    def __init__(self, copy: nn.Parameter | nn.Module | None, cpu_group: CpuGroup, team: Team) -> None:
+        tied = list(copy.parameters()) if isinstance(copy, nn.Module) else [] if copy is None else [copy]
+        alike = [(tuple(p.shape), p.dtype, p.requires_grad, str(getattr(p, "placements", ""))) for p in tied]
+        kind = "cuda" if any(parameter.is_cuda for parameter in tied) else "cpu"
+        answers = cpu_group.gather_by_peer(None if copy is None else (alike, kind))[team.peer]
+        holders = [rank for rank, answer in enumerate(answers) if answer is not None]
+        if not holders:
+            raise InputError("tie: every rank passed None, so there is nothing to tie")
+        for rank in holders[1:]:
+            if answers[rank][0] != answers[holders[0]][0]:
+                shapes = [[list(shape) for shape, *_ in answers[r][0]] for r in (holders[0], rank)]
+                raise InputError(
+                    f"tie: ranks {holders[0]} and {rank} hold copies of shapes {shapes[0]} and {shapes[1]}: they "
+                    "must be alike, in type, in what is trained and in how they are sharded, too"
+                )
+        self.uncounted = tied if team.number in holders[1:] else []
+        self._trained: list[nn.Parameter] = []
+        self._before: list[Tensor | None] = []
+        if len(holders) > 1:
+            self._group = team.subgroup(holders, torch.device(answers[holders[0]][1]))
+            self._trained = [parameter for parameter in tied if parameter.requires_grad]
+            for parameter in tied:
+                self._group.broadcast(local(parameter.data), holders[0])
+
+    def start_step(self) -> None:
+        """Sets the gradients of earlier steps aside: only this step's are summed over the copies. They are cloned,
+        because DistributedDataParallel writes this step's gradients into its buckets, where the earlier ones may be."""
+        self._before = [None if parameter.grad is None else parameter.grad.clone() for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        grads = [placed(parameter) for parameter in self._trained]
+        for reduction in [self._group.all_reduce(local(grad)) for grad in grads]:
+            reduction.wait()
+        for parameter, grad, before in zip(self._trained, grads, self._before, strict=True):
+            parameter.grad = grad if before is None else grad.add_(before)
+        self._before = []
+
 
 # The parameters whose gradients make the norm, by name, and those of them that another rank counts.
 Counted = tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]
 EQUAL = 1e-3  # how far norms of equal gradients may lie apart, as a share: sums on a GPU come in any order
+
+
+def placed(parameter: Any) -> Any:
+    """The parameter's gradient, zeros if it has none, spread over ranks as the parameter is: backwards may leave it in
+    another way. Collective over the ranks of a DTensor whose gradient is."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.redistribute(placements=parameter.placements) if isinstance(gradient, DTensor) else gradient
 
 
 def clip(
@@ -63,7 +124,14 @@ def own_norm(
         plain = [p for p in counted if _is_plain(p) and not _is_part(p)]
         each = {names[p]: (norm_of([p], norm_type), max(EQUAL, 2 * torch.finfo(p.dtype).eps)) for p in plain}
         for on_peers in zip(*cpu_group.gather_by_peer(each), strict=True):
-            _require_equal(on_peers)
+            for name in dict.fromkeys(name for figures in on_peers for name in figures):
+                found, tolerances = zip(*(figures.get(name, (0.0, EQUAL)) for figures in on_peers), strict=True)
+                if all(map(math.isfinite, found)) and max(found) - min(found) > max(tolerances) * max(found):
+                    raise InputError(
+                        f"{name} has gradients of norms {', '.join(f'{norm:.3g}' for norm in found)} on its inner "
+                        "peers: average them over the peers, or, if each has a part of the parameter, make it a "
+                        "DTensor or set its attribute tensor_model_parallel to True"
+                    )
     whole, parts = ([p for p in counted if _is_part(p) == part] for part in (False, True))
     common, apart = ([norm_of(kind, norm_type) for kind in _kinds(some)] for some in (whole, parts))
     norms = apart if cpu_group.peer else [*common, *apart]
@@ -77,11 +145,13 @@ def total_norm(norms: Sequence[float], norm_type: float = 2.0) -> Tensor:
 
 
 def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) -> None:
-    """Clips the gradients, given the norm of all of the whole model."""
+    """Clips the gradients by the norm of those of the whole model."""
     for kind in _kinds(_trained(parameters)):
         double = any(parameter.dtype == torch.float64 for parameter in kind)
         # torch 2.11 takes many gradients at a time, and then leaves those that are yet to be summed as they are.
-        foreach = False if any(map(_is_to_be_summed, kind)) else None
+        # Such is what sequence parallelism leaves: each rank has a term of the gradient.
+        placements = [place for p in kind if isinstance(p.grad, DTensor) for place in p.grad.placements]
+        foreach = False if any(place.is_partial() for place in placements) else None
         clip_grads_with_norm_(kind, max_norm, total if double else total.to(torch.float32), foreach)
 
 
@@ -98,11 +168,6 @@ def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 def _is_part(parameter: nn.Parameter) -> bool:
     """Whether each inner peer has another part of a plain parameter."""
     return bool(getattr(parameter, "tensor_model_parallel", False)) and _is_plain(parameter)
-
-
-def _is_to_be_summed(parameter: nn.Parameter) -> bool:
-    """Whether each rank has a term of the gradient, as behind sequence parallelism."""
-    return isinstance(parameter.grad, DTensor) and any(placed.is_partial() for placed in parameter.grad.placements)
 
 
 def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:
@@ -124,18 +189,6 @@ def _norm_over_parts(grads: list[Tensor], whole: DTensor, norm_type: float) -> f
             how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(total, how, group=whole.device_mesh.get_group(dimension))
     return float(total if largest else total ** (1 / norm_type))
-
-
-def _require_equal(on_peers: Sequence[Mapping[str, tuple[float, float]]]) -> None:
-    """Raises `InputError` unless inner peers have the same norms, given by name with a tolerance."""
-    for name in dict.fromkeys(name for each in on_peers for name in each):
-        norms, tolerances = zip(*(each.get(name, (0.0, EQUAL)) for each in on_peers), strict=True)
-        if all(map(math.isfinite, norms)) and max(norms) - min(norms) > max(tolerances) * max(norms):
-            raise InputError(
-                f"{name} has gradients of norms {', '.join(f'{norm:.3g}' for norm in norms)} on its inner peers: "
-                "average them over the peers, or, if each has a part of the parameter, make it a DTensor or set its "
-                "attribute tensor_model_parallel to True"
-            )
 
 
 def _kinds(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
