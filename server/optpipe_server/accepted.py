@@ -18,11 +18,6 @@ def count_parts(problem: Problem) -> int:
     return len(problem.stages) * problem.microbatches * max(stage.offload_parts for stage in problem.stages)
 
 
-def is_large(problem: Problem) -> bool:
-    """Return whether a schedule of this problem takes seconds and much memory."""
-    return count_parts(problem) > LARGE
-
-
 def require_parts(problem: Problem, what: str, most: int) -> None:
     """Raise `InputError` if memory and time of an answer, which grow with the parts, would be too much."""
     if (parts := count_parts(problem)) > most:

@@ -1,4 +1,4 @@
-"""`FirstSchedules`: the best schedule that is known of a problem before any worker searches.
+"""`FirstSchedules`: the best schedule of a problem before any worker searches.
 
 It comes from the cache, from the client, or from the pool. Schedules of the pool's processes are verified here; their
 bounds, and their word that a problem is infeasible, are taken as they are.
@@ -24,12 +24,12 @@ from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs, Request
 from optpipe.results import Result, merged
 from optpipe.schedule import Schedule, check
-from optpipe_server.accepted import count_parts, is_large
+from optpipe_server import accepted
 from optpipe_server.database import InitialResult
 from optpipe_server.database.tables import Source
 from optpipe_server.metrics import CACHE, REJECTED
 from optpipe_server.pool import BusyError, Pool, TaskError, schedules
-from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.service_cache import ServiceCache
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ ReadSchedule = Callable[[], Schedule]  # read when it is its turn: a large one t
 class FirstSchedules:
     """Finds the first schedules of submissions; used from one event loop."""
 
-    def __init__(self, pool: Pool, cache: ScheduleCache) -> None:
+    def __init__(self, pool: Pool, cache: ServiceCache) -> None:
         self._pool, self._cache = pool, cache
         self._large, self._checks = anyio.CapacityLimiter(1), anyio.CapacityLimiter(CHECKS_AT_ONCE)
 
@@ -55,14 +55,14 @@ class FirstSchedules:
         return await anyio.to_thread.run_sync(check, limiter=self._checks, abandon_on_cancel=True)
 
     async def find(
-        self, problem: Problem, options: SolveOptions, given: ReadSchedule | None, source: Source, deadline: float
+        self, problem: Problem, options: SolveOptions, offered: ReadSchedule | None, source: Source, deadline: float
     ) -> InitialResult:
         """Return the best that can be found by then. Large problems take turns, as each takes much memory; one whose
         turn does not come in time gets none.
 
         Parameters
         ----------
-        given
+        offered
             Reads the schedule that comes from this `source`: the client's, or for a job whose costs have changed the
             best one for the former costs. It counts if it is valid.
         deadline
@@ -71,42 +71,38 @@ class FirstSchedules:
         Raises
         ------
         InputError
-            If the method is unknown or does not apply to this problem, or `given` cannot be read.
+            If the method is unknown or does not apply to this problem, or `offered` cannot be read.
         BusyError
             If a client's schedule would be left out because the turn of its large problem does not come in time.
         """
-        large = is_large(problem)
+        parts = accepted.count_parts(problem)
         async with AsyncExitStack() as turns:
-            if large:
+            if parts > accepted.LARGE:
                 with anyio.move_on_after(deadline - time.monotonic()) as waiting:
                     await turns.enter_async_context(self._large)
                     await turns.enter_async_context(self._pool.slow)
                 if waiting.cancelled_caught:
-                    if given is not None and source == "warm_start":
+                    if offered is not None and source == "warm_start":
                         raise BusyError
                     return InitialResult()
-            initial, to_repair = await self.check(partial(self._known, problem, options, given, source))
+            initial, to_repair = await self.check(partial(self._known, problem, options, offered, source))
             if initial.best.status == "optimal":
                 return initial
             asked = {**options.arguments(), "threads": 1, "time_limit_s": PUBLISHED_S}
             request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
             left_s = deadline - time.monotonic()
-            until = deadline - min(left_s / 2, CHECK_S_PER_PART * count_parts(problem))  # an answer is verified, too
-            answer = schedules.Answer()
+            until = deadline - min(left_s / 2, CHECK_S_PER_PART * parts)  # an answer is verified, too
+            text, answer = request.model_dump_json(exclude_none=True), schedules.Answer()
             with suppress(TaskError):
-                answer = await self._pool.run(
-                    schedules.first_schedules,
-                    solvers.installed().FIRST,
-                    request.model_dump_json(exclude_none=True),
-                    until=until,
-                )
+                module = solvers.installed().FIRST
+                answer = await self._pool.run(schedules.first_schedules, module, text, until=until)
             return await self.check(partial(self._best, initial, request, answer, options))
 
     def _known(
-        self, problem: Problem, options: SolveOptions, given: ReadSchedule | None, source: Source
+        self, problem: Problem, options: SolveOptions, offered: ReadSchedule | None, source: Source
     ) -> tuple[InitialResult, Programs | None]:
         """What the cache or the client has, and the latter's schedule where it needs repair."""
-        schedule = given() if given else None
+        schedule = offered() if offered else None
         initial = InitialResult(self._cached(problem, options), "cache")
         if schedule is None or initial.best.status == "optimal":
             return initial, None
@@ -118,19 +114,17 @@ class FirstSchedules:
         return _better(initial, InitialResult(Result.from_schedule(retimed, options), source)), None
 
     def _cached(self, problem: Problem, options: SolveOptions) -> Result:
-        """What the cache has; a heuristic or a published schedule that is asked for is made anew."""
-        unknown = Result("unknown", objective=options.objective)
-        if not options.starts_from_known:
-            return unknown
-        try:
-            hit = self._cache.open().lookup(problem, options.objective)
-        except InputError as error:
-            log.warning("the cache cannot be used", why=str(error))
-            CACHE.labels("failed").inc()
-            return unknown
-        CACHE.labels("miss" if hit is None else "exact" if hit.exact else "near").inc()
+        """What the cache has; a heuristic or a published schedule that is asked for is computed anew."""
+        hit = None
+        if options.starts_from_known:
+            try:
+                hit = self._cache.open().lookup(problem, options.objective)
+                CACHE.labels("miss" if hit is None else "exact" if hit.exact else "near").inc()
+            except InputError as error:
+                log.warning("the cache cannot be used", why=str(error))
+                CACHE.labels("failed").inc()
         if hit is None:
-            return unknown
+            return Result("unknown", objective=options.objective)
         bound_ms = hit.lower_bound_ms if options.placements == "keep" else None  # other stages may be faster
         return Result.from_schedule(hit.schedule, options, bound_ms)
 
@@ -143,9 +137,9 @@ class FirstSchedules:
         return first
 
 
-def _better(known: InitialResult, new: InitialResult) -> InitialResult:
-    best = merged(known.best, new.best)
-    return InitialResult(best, known.source if best.schedule is known.best.schedule else new.source)
+def _better(former: InitialResult, new: InitialResult) -> InitialResult:
+    best = merged(former.best, new.best)
+    return InitialResult(best, former.source if best.schedule is former.best.schedule else new.source)
 
 
 def _verified(request: Request, answer: schedules.Answer) -> Result:

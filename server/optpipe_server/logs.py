@@ -89,18 +89,14 @@ def configure(json: bool | None = None) -> None:
     """
     as_json = not sys.stderr.isatty() if json is None else json
     readable = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, timestamp_key="time")
-    rendered: list[Processor] = [structlog.processors.JSONRenderer()] if as_json else [_for_people, readable]
-    formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=_SHARED,
-        processors=[
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            structlog.processors.format_exc_info,
-            _clean,
-            *rendered,
-        ],
-    )
+    processors: list[Processor] = [
+        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+        structlog.processors.format_exc_info,
+        _clean,
+    ]
+    processors += [structlog.processors.JSONRenderer()] if as_json else [_for_people, readable]
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=_SHARED, processors=processors))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     for ours in ("optpipe", "optpipe_server"):
         logging.getLogger(ours).setLevel(logging.INFO)
@@ -110,10 +106,7 @@ def configure(json: bool | None = None) -> None:
 
 def _log_thread_failure(failure: threading.ExceptHookArgs) -> None:
     if failure.exc_value is not None:
-        thread = failure.thread.name if failure.thread else "?"
-        log.error(
-            "a thread failed", thread=thread, exc_info=(failure.exc_type, failure.exc_value, failure.exc_traceback)
-        )
+        log.error("a thread failed", thread=failure.thread.name if failure.thread else "?", exc_info=failure.exc_value)
 
 
 log = structlog.get_logger("optpipe.logs")

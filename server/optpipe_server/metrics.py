@@ -20,21 +20,21 @@ SUBMITTED = Counter("optpipe_jobs_submitted", "Jobs accepted", registry=REGISTRY
 # result: exact, near, miss, failed
 CACHE = Counter("optpipe_cache_lookups", "Lookups in the cache", ["result"], registry=REGISTRY)
 STREAMS = Gauge("optpipe_event_streams", "Open event streams", registry=REGISTRY)
-ADOPTIONS = Counter("optpipe_adoptions", "Schedules that a training reported as adopted", registry=REGISTRY)
+ADOPTIONS = Counter("optpipe_adoptions", "Schedules adopted by trainings", registry=REGISTRY)
 SOLVES = Histogram(
     "optpipe_solve_seconds",
-    "Search time of jobs that ended in this process",
+    "Search time of jobs that ended here",
     ["state"],
     buckets=_SOLVE_SECONDS,
     registry=REGISTRY,
 )
-INCUMBENTS = Counter("optpipe_incumbents", "Verified schedules that were stored", registry=REGISTRY)
+INCUMBENTS = Counter("optpipe_incumbents", "Verified schedules stored", registry=REGISTRY)
 REJECTED = Counter("optpipe_rejected_schedules", "Invalid schedules and frames of solvers", registry=REGISTRY)
 CRASHES = Counter("optpipe_solver_crashes", "Solver processes that crashed", registry=REGISTRY)
-LOST = Counter("optpipe_lost_workers", "Jobs taken from a worker that was lost", registry=REGISTRY)
+LOST = Counter("optpipe_lost_workers", "Jobs taken from lost workers", registry=REGISTRY)
 GAP = Histogram(
     "optpipe_gap",
-    "Gap of jobs that ended in this process with a schedule",
+    "Gap of jobs that ended here",
     buckets=(0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     registry=REGISTRY,
 )

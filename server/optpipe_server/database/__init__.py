@@ -1,7 +1,8 @@
 """One database for jobs, incumbents, keys and cached schedules: SQLite or PostgreSQL, named by a URL.
 
 `tables` describes them; `engine` connects and creates them. `Jobs` is what clients do with a job, `Searches` what
-workers do with it. On PostgreSQL `queue` hands jobs to workers; on SQLite the jobs' table is the queue.
+workers do with it, by the `changes` that both make. On SQLite the jobs' table is the queue; on PostgreSQL jobs have
+tasks in Procrastinate's.
 """
 
 from __future__ import annotations

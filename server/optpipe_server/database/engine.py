@@ -6,25 +6,31 @@ import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any
 
 from sqlalchemy import URL, Connection, ExceptionContext, event, insert, make_url, select, text, update
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
 
 from optpipe.errors import InputError
-from optpipe_server.database.retry import first_line
 from optpipe_server.database.sqlite import SqliteFile
 from optpipe_server.database.tables import metadata, probes
 
+# The database is stopped, starting, full, read-only, or busy for too long.
+DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)
 PROBE_BYTES = 2**16  # written to see whether jobs can be stored
 READ_ONLY = "25006"  # PostgreSQL's code for a transaction that may not write
 
 
 class AwayError(InputError):
     """The database cannot be reached now; it may be later."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the database's message."""
+    return str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
 
 
 def now() -> str:
@@ -84,14 +90,12 @@ class Database:
         if self._file is not None:
             self._file.close()
 
-    @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Yield a connection for statements that only read.
+    def read(self) -> AbstractContextManager[Connection]:
+        """Return a connection for the statements of a `with` block, which only read.
 
         With SQLite they are one transaction; with PostgreSQL none, and each sees what was committed before it.
         """
-        with self._reading.connect() as connection:
-            yield connection
+        return self._reading.connect()
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -122,7 +126,7 @@ class Database:
         """Create the tables that are missing; one process at a time."""
         with self.write() as connection:
             if not self.sqlite:
-                from optpipe_server.database.queue import create_queue
+                from optpipe_server.database.postgres import create_queue
 
                 connection.execute(text("select pg_advisory_xact_lock(hashtextextended('optpipe: tables', 0))"))
                 create_queue(connection)
@@ -163,20 +167,19 @@ def _shown(url: URL) -> str:
 
 
 def _invalidate_if_broken(context: ExceptionContext) -> None:
-    if _is_broken(context.original_exception):
-        context.is_disconnect = True
-        if context.execution_context is not None:
-            # Otherwise the connection stays open until the cursor's last reference is gone.
-            context.execution_context.cursor.close()
-
-
-def _is_broken(error: BaseException) -> bool:
-    """Whether the connection on which this error occurred should not be used again.
+    """Use a connection no more on which the disk failed, or whose server has become read-only.
 
     SQLite would keep one read-only, or failing, when the disk is well again. A PostgreSQL server that has become
     read-only may be the replica of another one by now, which the same URL names as well.
     """
-    broken = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+    error = context.original_exception
     if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorcode", 0) & 0xFF in broken
-    return getattr(error, "sqlstate", None) == READ_ONLY
+        failures = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+        broken = getattr(error, "sqlite_errorcode", 0) & 0xFF in failures
+    else:
+        broken = getattr(error, "sqlstate", None) == READ_ONLY
+    if broken:
+        context.is_disconnect = True
+        if context.execution_context is not None:
+            # Otherwise the connection stays open until the cursor's last reference is gone.
+            context.execution_context.cursor.close()

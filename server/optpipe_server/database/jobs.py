@@ -1,48 +1,57 @@
-"""`Jobs`: what clients do with jobs. Each method is one transaction; once it has returned, its changes are on disk."""
+"""`Jobs`: what clients read of jobs, and what they do with them. Each method is one transaction; once it has returned,
+its changes are on disk."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, delete, func, insert, or_, select, text, tuple_
+from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert, or_, select, text, tuple_
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_cache import Retention
-from optpipe_server.database.engine import Database, now
-from optpipe_server.database.incumbents import (
-    add_bound,
-    add_log_line,
-    append,
-    best_values,
-    end_values,
-    incumbent_values,
-    locked,
-    problem_text,
-    storable_text,
-    update_job,
-)
-from optpipe_server.database.job_queries import JobQueries
-from optpipe_server.database.refusals import (
-    CANCELLED,
-    CANCELLED_DETAIL,
-    NO_INCUMBENT,
+from optpipe_server.database import changes
+from optpipe_server.database.changes import (
+    NO_JOB,
     ConflictError,
     KeyReusedError,
     MissingError,
     StaleError,
     TooManyOpenError,
+    add_log_line,
+    locked,
+    storable_text,
+    update_job,
 )
-from optpipe_server.database.tables import OPEN, Source, State, adoptions, incumbents, jobs, problems
+from optpipe_server.database.engine import Database, now
+from optpipe_server.database.tables import OPEN, Source, State, adoptions, bounds, incumbents, jobs, log, problems
 
+MOST_LISTED = 200
 PRUNED_AT_ONCE = 100  # jobs
 
-# Built once: that costs more than to run them.
+# The statements that run often, built once: building one costs more than running it.
 _LOCK = text("select pg_advisory_xact_lock(hashtextextended('optpipe: submissions', 0))")
 _NEW_JOB = insert(jobs).inline()  # does not return the number
+_JOB = select(jobs).where(jobs.c.id == bindparam("job"))
+_OF_PROBLEM = (problems.c.job == incumbents.c.job) & (problems.c.version == incumbents.c.problem_version)
+_OF_ADOPTION = (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incumbents.c.seq)
+_INCUMBENTS: Select[Any] = (
+    select(
+        *(column for column in incumbents.c if column.name != "programs"),
+        adoptions.c.step,
+        adoptions.c.measured_iteration_ms,
+        adoptions.c.adopted_at,
+        problems.c.sha256.label("problem_sha256"),
+    )
+    .select_from(incumbents.join(problems, _OF_PROBLEM).outerjoin(adoptions, _OF_ADOPTION))
+    .where(incumbents.c.job == bindparam("job"), incumbents.c.seq > bindparam("after"))
+    .order_by(incumbents.c.seq)
+)
+_INCUMBENT = _INCUMBENTS.add_columns(incumbents.c.programs, problems.c.problem).limit(1)
 
 
 @dataclass(frozen=True)
@@ -59,20 +68,113 @@ class NewJob:
 
 @dataclass(frozen=True)
 class InitialResult:
-    """What is known of a problem before any worker searches: the best schedule, its bound, and where it comes from."""
+    """A problem before any worker searches: the best schedule, its bound, and where it comes from."""
 
     best: Result = field(default_factory=lambda: Result("unknown"))
     source: Source = "heuristic"
 
+    @property
+    def row(self) -> dict[str, Any] | None:
+        """The columns of the first incumbent, if there is one."""
+        return changes.incumbent_values(self.best, self.source) if self.best.schedule is not None else None
+
+    @property
+    def reason(self) -> str | None:
+        """Why there is no schedule."""
+        infeasible = self.best.status == "infeasible"
+        return storable_text(self.best.reason) if infeasible and self.best.reason else None
+
     def state(self, options: SolveOptions) -> State:
-        """The job's first state: an answer that is proven needs no worker, unless the method runs nevertheless."""
+        """Return the job's first state: a proven answer needs no worker, unless the method runs nevertheless."""
         if self.best.status == "infeasible":
             return "infeasible"
         return "done" if self.best.status == "optimal" and options.ends_when_proven else "queued"
 
 
-class Jobs(JobQueries):
-    """What clients read of jobs, and what they do with them."""
+class Jobs:
+    """The jobs of a database, for clients."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def job(self, job_id: str) -> Row[Any]:
+        """Return a job. Raises `MissingError`."""
+        with self._database.read() as db:
+            job = db.execute(_JOB, {"job": job_id}).one_or_none()
+        if job is None:
+            raise MissingError(NO_JOB)
+        return job
+
+    def problem(self, job: Row[Any]) -> str:
+        """Return the text of a job's current problem. Raises `MissingError` if the job was deleted meanwhile."""
+        of_job = problems.c.job == job.id, problems.c.version == job.problem_version
+        with self._database.read() as db:
+            text: str | None = db.execute(select(problems.c.problem).where(*of_job)).scalar_one_or_none()
+        if text is None:
+            raise MissingError(NO_JOB)
+        return text
+
+    def updates(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
+        """Return a job, and its incumbents numbered above `after` without their programs.
+
+        None is missing of the incumbents that the job's `last_seq` counts.
+        """
+        with self._database.read() as db:
+            job = db.execute(_JOB, {"job": job_id}).one_or_none()
+        return job, self.incumbents(job_id, after) if job and job.last_seq > after else ()
+
+    def page(self, state: State | None, before: int | None, limit: int) -> Sequence[Row[Any]]:
+        """Return up to `limit` jobs without their problems, newest first, all submitted before the job of number
+        `before`."""
+        query = select(jobs)
+        if state is not None:
+            query = query.where(jobs.c.state == state)
+        if before is not None:
+            query = query.where(jobs.c.number < before)
+        with self._database.read() as db:
+            return db.execute(query.order_by(jobs.c.number.desc()).limit(limit)).all()
+
+    def incumbents(self, job_id: str, after: int = 0) -> Sequence[Row[Any]]:
+        """Return the incumbents numbered above `after`, in order, each with its adoption and without its programs."""
+        with self._database.read() as db:
+            return db.execute(_INCUMBENTS, {"job": job_id, "after": after}).all()
+
+    def bounds(self, job_id: str) -> Sequence[Row[Any]]:
+        """Return the lower bounds of the job's problems, in order."""
+        of_job = select(bounds).where(bounds.c.job == job_id)
+        with self._database.read() as db:
+            return db.execute(of_job.order_by(bounds.c.problem_version, bounds.c.lower_bound_ms)).all()
+
+    def incumbent(self, job_id: str, seq: int) -> Row[Any] | None:
+        """Return one incumbent with its programs and its problem."""
+        with self._database.read() as db:
+            following = db.execute(_INCUMBENT, {"job": job_id, "after": seq - 1}).one_or_none()
+        return following if following is not None and following.seq == seq else None
+
+    def versions(self, job_ids: Collection[str]) -> dict[str, int]:
+        """Return the versions of these jobs by id; purged jobs are missing."""
+        of_jobs = select(jobs.c.id, jobs.c.version).where(jobs.c.id.in_(job_ids))
+        with self._database.read() as db:
+            return {row.id: row.version for row in db.execute(of_jobs)}
+
+    def log(self, job_id: str, after: int, limit: int) -> Sequence[Row[Any]]:
+        """Return the lines of the job's log numbered above `after`, oldest first."""
+        lines = select(log).where(log.c.job == job_id, log.c.number > after).order_by(log.c.number).limit(limit)
+        with self._database.read() as db:
+            return db.execute(lines).all()
+
+    def queue(self) -> tuple[Sequence[tuple[str, str | None]], int]:
+        """Return the running jobs (id and worker), and how many jobs wait."""
+        running = select(jobs.c.id, jobs.c.worker).where(jobs.c.state == "running").order_by(jobs.c.number)
+        waiting = select(func.count()).select_from(jobs).where(jobs.c.state == "queued")
+        with self._database.read() as db:
+            return [(row.id, row.worker) for row in db.execute(running)], db.execute(waiting).scalar_one()
+
+    def count(self) -> dict[State, int]:
+        """Count the jobs by state."""
+        by_state = select(jobs.c.state, func.count().label("n")).group_by(jobs.c.state)
+        with self._database.read() as db:
+            return {row.state: row.n for row in db.execute(by_state)}
 
     def submitted(self, idempotency_key: str, body_sha256: str) -> str | None:
         """Return the id of the job submitted under this idempotency key. Raises `KeyReusedError` if its body was
@@ -86,22 +188,20 @@ class Jobs(JobQueries):
         The same idempotency key and hash of the body mean the same job. Raises `KeyReusedError` if the key was used
         with another body, `TooManyOpenError` if `most_open` jobs of the submitter's key wait or run already.
         """
-        job_id = uuid4().hex
-        problem_row = {"job": job_id, "version": 1, "problem": problem_text(job.problem), "sha256": job.problem.sha256}
-        first = incumbent_values(initial.best, initial.source) if initial.best.schedule is not None else None
+        job_id, problem_text = uuid4().hex, changes.problem_text(job.problem)
+        first = initial.row  # before the transaction, which others wait for
         with self._database.write() as db:
             self._one_at_a_time(db)
-            if job.idempotency_key is not None:
-                former = _submitted(db, job.idempotency_key, job.body_sha256)
-                if former is not None:
-                    return former, False
+            if job.idempotency_key and (former := _submitted(db, job.idempotency_key, job.body_sha256)):
+                return former, False
             state, at = initial.state(job.options), now()
             if state == "queued":
                 _check_open(db, job.key_name, most_open)
+            # The values are apart from the statement, so that it is compiled only once.
             row = dict(
                 id=job_id,
                 state=state,
-                reason=_reason(initial),
+                reason=initial.reason,
                 key_name=job.key_name,
                 idempotency_key=job.idempotency_key,
                 body_sha256=job.body_sha256,
@@ -113,44 +213,43 @@ class Jobs(JobQueries):
                 value_ms=first["value_ms"] if first else None,
                 created_at=at,
                 ended_at=None if state == "queued" else at,
-                **best_values(initial.best),
+                **changes.best_values(initial.best),
             )
-            # The values are apart from the statement, so that it is compiled only once.
             db.execute(_NEW_JOB, row)
-            db.execute(insert(problems), problem_row)
-            add_log_line(db, job_id, 0, f"submitted: {_asked(job.options)}")
+            of_job = {"job": job_id, "version": 1}
+            db.execute(insert(problems), {**of_job, "problem": problem_text, "sha256": job.problem.sha256})
+            others = job.options.model_dump(exclude_defaults=True, exclude={"method", "objective", "time_limit_s"})
+            words = [job.options.method, job.options.objective, f"{job.options.time_limit_s:g} s"]
+            words += [f"{name} = {value}" for name, value in others.items()]
+            add_log_line(db, job_id, 0, f"submitted: {', '.join(words)}")
             if first is not None:
-                db.execute(
-                    insert(incumbents),
-                    {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0, "found_at": at, **first},
-                )
+                numbers = {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0}
+                db.execute(insert(incumbents), {**numbers, "found_at": at, **first})
             if initial.best.lower_bound_ms is not None:
-                add_bound(db, job_id, 1, initial.best.lower_bound_ms, at)
+                changes.add_bound(db, job_id, 1, initial.best.lower_bound_ms, at)
             if state == "queued":
                 self._enqueue(db, job_id, job.priority)
         return job_id, True
 
     def _one_at_a_time(self, db: Connection) -> None:
-        """Serialize submissions.
-
-        Otherwise two of them could both be the last that may be open, or both be the first with their idempotency key.
-        """
+        """Serialize submissions: two could both be the last that may be open, or the first with their idempotency
+        key."""
         if not self._database.sqlite:  # SQLite has one writer at a time anyway
             db.execute(_LOCK)
 
     def _enqueue(self, db: Connection, job_id: str, priority: int) -> None:
         if not self._database.sqlite:  # there the table is the queue
-            from optpipe_server.database.queue import enqueue  # needs Procrastinate, which is optional
+            from optpipe_server.database.postgres import enqueue
 
             enqueue(db, job_id, priority)
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job: at once if it waits, as soon as its worker hears of it if it runs. A job that is over stays as
+        """Cancel a job: at once if it waits, as soon as its worker reads that if it runs. A job that is over stays as
         it is."""
         with self._database.write() as db:
             job = locked(db, job_id)
             if job.state == "queued":
-                update_job(db, job, cancel_requested=True, **end_values("cancelled", CANCELLED))
+                update_job(db, job, cancel_requested=True, **changes.end_values("cancelled", changes.CANCELLED))
                 add_log_line(db, job_id, job.attempt, "cancelled while waiting")
             elif job.state == "running" and not job.cancel_requested:
                 update_job(db, job, cancel_requested=True)
@@ -179,17 +278,17 @@ class Jobs(JobQueries):
     ) -> None:
         """Replace the job's problem, for example when costs have drifted; its whole time limit counts anew.
 
-        `initial` is the best that is known for the new problem, made from incumbent number `seen`. Raises
+        `initial` is the best for the new problem, computed from incumbent number `seen`. Raises
         `ConflictError` if the job is cancelled, `StaleError` if it has got another incumbent since, `TooManyOpenError`
         if it was over and `most_open` jobs of its key wait or run already.
         """
-        text_of_problem = problem_text(problem)
-        first = incumbent_values(initial.best, initial.source) if initial.best.schedule is not None else None
+        problem_text = changes.problem_text(problem)
+        first = initial.row  # before the transaction, which others wait for
         with self._database.write() as db:
             self._one_at_a_time(db)
             job = locked(db, job_id)
             if is_cancelled(job):
-                raise ConflictError(CANCELLED_DETAIL)
+                raise ConflictError(changes.CANCELLED_DETAIL)
             if job.last_seq != seen:
                 raise StaleError
             state = initial.state(options_of(job))
@@ -198,13 +297,13 @@ class Jobs(JobQueries):
             if state == "queued" and job.state != "queued":  # a worker that has it ends its search
                 self._enqueue(db, job_id, job.priority)
             version, at = job.problem_version + 1, now()
-            row = {"job": job_id, "version": version, "problem": text_of_problem, "sha256": problem.sha256}
+            row = {"job": job_id, "version": version, "problem": problem_text, "sha256": problem.sha256}
             db.execute(insert(problems), row)
             update_job(
                 db,
                 job,
                 state=state,
-                reason=_reason(initial),
+                reason=initial.reason,
                 problem_version=version,
                 problem_name=storable_text(problem.name),
                 problem_sha256=problem.sha256,
@@ -215,13 +314,13 @@ class Jobs(JobQueries):
                 ended_at=None if state in OPEN else at,
                 worker=None,
                 value_ms=None,
-                **best_values(initial.best if first is None else Result("unknown")),
+                **changes.best_values(initial.best if first is None else Result("unknown")),
             )
             add_log_line(db, job_id, job.attempt, f"problem {version}: the costs have changed")
             if first is not None:
-                append(db, locked(db, job_id), initial.best, first, 0)
+                changes.append(db, locked(db, job_id), initial.best, first, 0)
             elif initial.best.lower_bound_ms is not None:
-                add_bound(db, job_id, version, initial.best.lower_bound_ms, at)
+                changes.add_bound(db, job_id, version, initial.best.lower_bound_ms, at)
 
     def adopt(self, job_id: str, seq: int, step: int, measured_iteration_ms: float | None) -> None:
         """Record that the training has swapped an incumbent in; recorded again, it replaces the former record.
@@ -231,7 +330,7 @@ class Jobs(JobQueries):
         with self._database.write() as db:
             job = locked(db, job_id)
             if not 1 <= seq <= job.last_seq:
-                raise MissingError(NO_INCUMBENT)
+                raise MissingError(changes.NO_INCUMBENT)
             db.execute(delete(adoptions).where(adoptions.c.job == job_id, adoptions.c.seq == seq))
             values = {"step": step, "measured_iteration_ms": measured_iteration_ms, "adopted_at": now()}
             db.execute(insert(adoptions).values(job=job_id, seq=seq, **values))
@@ -250,13 +349,6 @@ def options_of(job: Row[Any]) -> SolveOptions:
     return SolveOptions.model_validate_json(job.options)
 
 
-def _asked(options: SolveOptions) -> str:
-    """What was asked for, in short: the method, the objective, the time, and what differs from the defaults."""
-    others = options.model_dump(exclude_defaults=True, exclude={"method", "objective", "time_limit_s"})
-    told = [f"{name} = {value}" for name, value in others.items()]
-    return ", ".join((options.method, options.objective, f"{options.time_limit_s:g} s", *told))
-
-
 def is_over(job: Row[Any]) -> bool:
     """Return whether the job is neither waiting nor running."""
     return job.state not in OPEN
@@ -268,24 +360,16 @@ def is_best(job: Row[Any], last: Row[Any]) -> bool:
 
 
 def is_cancelled(job: Row[Any]) -> bool:
-    """Return whether the job is cancelled, or will be as soon as its worker hears of it."""
+    """Return whether the job is cancelled, or will be as soon as its worker reads that."""
     return job.state == "cancelled" or (job.cancel_requested and job.state in OPEN)
 
 
-def _reason(initial: InitialResult) -> str | None:
-    return storable_text(initial.best.reason) if initial.best.status == "infeasible" and initial.best.reason else None
-
-
 def _submitted(db: Connection, idempotency_key: str, body_sha256: str) -> str | None:
-    former = db.execute(
-        select(jobs.c.id, jobs.c.body_sha256).where(jobs.c.idempotency_key == idempotency_key)
-    ).one_or_none()
-    if former is None:
-        return None
-    if former.body_sha256 != body_sha256:
+    of_key = select(jobs.c.id, jobs.c.body_sha256).where(jobs.c.idempotency_key == idempotency_key)
+    former = db.execute(of_key).one_or_none()
+    if former is not None and former.body_sha256 != body_sha256:
         raise KeyReusedError("Idempotency-Key: it was used with another body before.")
-    job_id: str = former.id
-    return job_id
+    return former.id if former is not None else None
 
 
 def _check_open(db: Connection, key_name: str | None, most: int) -> None:

@@ -67,13 +67,9 @@ class Keys:
         if not scopes:
             raise InputError(f"scope: a key needs at least one; expected {', '.join(SCOPES)}")
         key_id, secret = secrets.token_hex(8), secrets.token_hex(24)
+        texts = {"secret_sha256": _sha256(secret), "scopes": " ".join(scope for scope in SCOPES if scope in scopes)}
         with self._database.write() as db:
-            scoped = " ".join(scope for scope in SCOPES if scope in scopes)
-            db.execute(
-                insert(keys).values(
-                    id=key_id, name=name, secret_sha256=_sha256(secret), scopes=scoped, created_at=now()
-                )
-            )
+            db.execute(insert(keys).values(id=key_id, name=name, created_at=now(), **texts))
         return f"op_{key_id}_{secret}"
 
     def read(self) -> KnownKeys:

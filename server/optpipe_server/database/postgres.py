@@ -1,4 +1,7 @@
-"""Connections to PostgreSQL: replaced when the server has closed them, and with an end to every wait for an answer."""
+"""PostgreSQL: connections with an end to every wait for an answer, and Procrastinate's queue beside our tables.
+
+Needs psycopg and Procrastinate, which are optional.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,11 @@ import time
 from typing import Any
 
 import psycopg
-from sqlalchemy import URL, Engine, create_engine, event
+from procrastinate import App, SyncPsycopgConnector
+from procrastinate.exceptions import ConnectorException
+from procrastinate.schema import SchemaManager
+from sqlalchemy import URL, Connection, Engine, create_engine, event, text
+from sqlalchemy.exc import OperationalError
 
 CONNECT_S = 3
 ANSWER_S = 12.0  # a server that has not even reported a timeout by then hangs
@@ -20,6 +27,15 @@ OPTIONS: dict[str, object] = {
     "idle_in_transaction_session_timeout": 5_000,
     "timezone": "UTC",
 }
+
+SOLVE = "solve"  # the name of the queue's task, whose argument is a job's id
+FIRST = 1000  # above every job's priority
+
+_FORGOTTEN = text(
+    "select id from jobs where state in ('queued', 'running') and not exists "
+    "(select from procrastinate_jobs where lock = jobs.id and status in ('todo', 'doing'))"
+)
+_app = App(connector=SyncPsycopgConnector())  # never opened: it uses our connections
 
 
 class DeadlineConnection(psycopg.Connection[Any]):
@@ -53,7 +69,7 @@ def arguments() -> dict[str, Any]:
 
 
 def connections(url: URL) -> Engine:
-    """Return the pool of connections to this database."""
+    """Return the pool of connections to this database; those that the server has closed are replaced."""
     engine = create_engine(
         url,
         pool_size=CONNECTIONS,
@@ -64,6 +80,30 @@ def connections(url: URL) -> Engine:
         connect_args=arguments(),
     )
     event.listen(
-        engine, "do_connect", lambda _dialect, _record, given, named: DeadlineConnection.connect(*given, **named)
+        engine, "do_connect", lambda _dialect, _record, args, named: DeadlineConnection.connect(*args, **named)
     )
     return engine
+
+
+def create_queue(db: Connection) -> None:
+    """Create Procrastinate's tables in this transaction unless they are there."""
+    if db.execute(text("select to_regclass('procrastinate_jobs')")).scalar_one() is None:
+        db.connection.cursor().execute(SchemaManager.get_schema())
+
+
+def enqueue(db: Connection, job_id: str, priority: int) -> None:
+    """Let a worker solve the job once this transaction is committed; one job is solved by one worker at a time."""
+    connection = db.connection.driver_connection
+    try:
+        _app.configure_task(SOLVE, lock=job_id, priority=priority, connection=connection).defer(job_id=job_id)
+    except ConnectorException as error:
+        raise OperationalError(None, None, error.__cause__ or error) from error
+
+
+def enqueue_forgotten(db: Connection) -> None:
+    """Enqueue the open jobs that have no task, since their workers were lost; they come first.
+
+    Each gets a new task: a worker that was taken for lost and goes on ends its own.
+    """
+    for job_id in db.execute(_FORGOTTEN).scalars().all():
+        enqueue(db, job_id, FIRST)

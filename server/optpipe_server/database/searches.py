@@ -22,21 +22,20 @@ from optpipe.process.protocol import Programs
 from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe_server import metrics
-from optpipe_server.database.engine import Database, now
-from optpipe_server.database.incumbents import (
+from optpipe_server.database.changes import (
+    CANCELLED,
     add_bound,
     add_log_line,
     append,
     end_values,
     incumbent_values,
     last_figures,
-    locked,
     storable_text,
     update_best,
     update_job,
 )
+from optpipe_server.database.engine import Database, now
 from optpipe_server.database.jobs import options_of
-from optpipe_server.database.refusals import CANCELLED
 from optpipe_server.database.tables import OPEN, Level, State, incumbents, jobs, problems
 
 MOST_CRASHES = 1  # of solver processes, after which a job goes on
@@ -90,16 +89,28 @@ class Searches:
             job = db.execute(of_job.with_for_update()).one_or_none()
             if job is None or (job.state == "running" and not _freed(db, job)):
                 return None
-            update_job(
-                db,
-                job,
-                state="running",
-                attempt=job.attempt + 1,
-                worker=self._worker,
-                started_at=job.started_at or now(),
-            )
-            add_log_line(db, job_id, job.attempt + 1, f"taken by {self._worker}")
-            return _claim(db, locked(db, job_id))
+            attempt, started_at = job.attempt + 1, job.started_at or now()
+            update_job(db, job, state="running", attempt=attempt, worker=self._worker, started_at=started_at)
+            add_log_line(db, job_id, attempt, f"taken by {self._worker}")
+            of_problem = problems.c.job == job_id, problems.c.version == job.problem_version
+            problem_text = db.execute(select(problems.c.problem).where(*of_problem)).scalar_one()
+            of_last = incumbents.c.job == job_id, incumbents.c.seq == job.last_seq
+            last = db.execute(select(incumbents).where(*of_last)).one_or_none()
+        problem, best = Problem.model_validate_json(problem_text), None
+        if last is not None:
+            with suppress(InputError):  # its ops do not exist in the current problem
+                best = Programs.model_validate_json(last.programs).schedule(problem, last.method)
+        return Claim(
+            job_id=job_id,
+            attempt=attempt,
+            problem=problem,
+            problem_version=job.problem_version,
+            options=options_of(job),
+            spent_s=job.spent_s,
+            best=best,
+            best_version=last.problem_version if last else 0,
+            lower_bound_ms=job.lower_bound_ms,
+        )
 
     def cancel_requests(self, claims: Collection[Claim]) -> dict[str, bool]:
         """Return by id whether the jobs are to be cancelled. Lost jobs are missing, also those with other costs now."""
@@ -209,25 +220,3 @@ def _freed(db: Connection, job: Row[Any]) -> bool:
         add_log_line(db, job.id, job.attempt, over["reason"], "error")
     update_job(db, job, losses=losses, **over)
     return False
-
-
-def _claim(db: Connection, job: Row[Any]) -> Claim:
-    of_problem = problems.c.job == job.id, problems.c.version == job.problem_version
-    problem = Problem.model_validate_json(db.execute(select(problems.c.problem).where(*of_problem)).scalar_one())
-    of_last = incumbents.c.job == job.id, incumbents.c.seq == job.last_seq
-    last = db.execute(select(incumbents).where(*of_last)).one_or_none()
-    best = None
-    if last is not None:
-        with suppress(InputError):  # its ops do not exist in the current problem
-            best = Programs.model_validate_json(last.programs).schedule(problem, last.method)
-    return Claim(
-        job_id=job.id,
-        attempt=job.attempt,
-        problem=problem,
-        problem_version=job.problem_version,
-        options=options_of(job),
-        spent_s=job.spent_s,
-        best=best,
-        best_version=last.problem_version if last else 0,
-        lower_bound_ms=job.lower_bound_ms,
-    )

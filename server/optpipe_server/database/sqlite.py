@@ -6,7 +6,6 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-import stat
 from contextlib import suppress
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event
@@ -18,8 +17,6 @@ BUSY_MS = 10_000  # how long a connection waits for another that writes
 CONNECTIONS = 20  # per process
 LEAST_FREE_MIB = 4  # of the disk: SQLite's log may take so much before its pages are copied to the file
 GONE = "its file or its log was removed or replaced; put it back, or end the service and start it with a whole file"
-
-Identity = tuple[int, int] | None
 
 
 class UnusableError(OperationalError):
@@ -50,7 +47,7 @@ class SqliteFile:
         event.listen(engine, "do_connect", lambda *_: self.require_same())  # else SQLite would make an empty file
         event.listen(engine, "connect", _configure)
         event.listen(engine, "begin", _begin)
-        event.listen(engine, "handle_error", _tell_if_damaged)
+        event.listen(engine, "handle_error", _raise_if_damaged)
         return engine
 
     def keep_log(self) -> None:
@@ -83,53 +80,37 @@ class SqliteFile:
 
 
 def _only_writer(file: str, secondary: bool) -> int | None:
-    """Take the lock beside the file, which is released when the process ends, however it ends.
-
-    Returns None if another process has it and `secondary` allows that.
-    """
+    """Take the lock beside the file, which is released when the process ends, however it ends; None if another process
+    has it and `secondary` allows that."""
+    path, refused = os.path.realpath(file), f"database = 'sqlite:///{file}'"
+    log = f"{path}-wal"
+    if os.path.isfile(file) and (names := os.stat(file).st_nlink) > 1:  # SQLite would keep a log beside each name
+        raise InputError(
+            f"{refused}: the file has {names} names (hard links), so another process has it, or had it, by another "
+            "one; keep one name"
+        )
+    if os.path.exists(log) and not os.path.exists(file):  # a new file would empty what a running service has written
+        raise InputError(
+            f"{refused}: the file is missing and its log {os.path.basename(log)} is there, so it was moved or removed "
+            "while a process had it open; put it back, or remove the log to begin anew"
+        )
     try:
-        _require_one_name(file)
-        _require_no_orphaned_log(file)
-        lock = os.open(f"{os.path.realpath(file)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with suppress(FileExistsError):  # readable by this user only, as SQLite would not make it
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        raise InputError(f"database = 'sqlite:///{file}': {error.strerror or error}") from None
+        raise InputError(f"{refused}: {error.strerror or error}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
         if secondary:
             return None
-        raise InputError(
-            f"database = 'sqlite:///{file}': another process has it; processes can share a PostgreSQL database"
-        ) from None
+        raise InputError(f"{refused}: another process has it; processes can share a PostgreSQL database") from None
     return lock
 
 
-def _require_one_name(file: str) -> None:
-    """Raise `InputError` for a file with hard links: SQLite would keep a log beside each name, and lose one of them."""
-    with suppress(FileNotFoundError):
-        there = os.stat(file)
-        if stat.S_ISREG(there.st_mode) and (names := there.st_nlink) > 1:
-            raise InputError(
-                f"database = 'sqlite:///{file}': the file has {names} names (hard links), so another process has it, "
-                "or had it, by another one; keep one name"
-            )
-
-
-def _require_no_orphaned_log(file: str) -> None:
-    """Raise `InputError` if a log lies there without its file: a new file of this name would empty what a running
-    service has written."""
-    log = f"{os.path.realpath(file)}-wal"
-    if os.path.exists(log) and not os.path.exists(file):
-        raise InputError(
-            f"database = 'sqlite:///{file}': the file is missing and its log {os.path.basename(log)} is there, so it "
-            "was moved or removed while a process had it open; put it back, or remove the log to begin anew"
-        )
-
-
-def _identity(path: str) -> Identity:
+def _identity(path: str) -> tuple[int, int] | None:
     with suppress(OSError):
         status = os.stat(path)
         return status.st_dev, status.st_ino
@@ -149,7 +130,7 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
 
 
-def _tell_if_damaged(context: ExceptionContext) -> None:
+def _raise_if_damaged(context: ExceptionContext) -> None:
     """Raise `UnusableError` if SQLite found a page or the whole file damaged."""
     error = context.original_exception
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -25,15 +25,7 @@ OPEN: tuple[State, ...] = ("queued", "running")
 Source = Literal["cache", "warm_start", "heuristic", "carried", "solver"]
 Level = Literal["info", "warning", "error"]
 
-metadata = MetaData(
-    naming_convention={
-        "ix": "ix_%(column_0_label)s",
-        "uq": "uq_%(table_name)s_%(column_0_name)s",
-        "pk": "pk_%(table_name)s",
-    }
-    | {"fk": "fk_%(table_name)s_%(column_0_name)s"}
-)
-
+metadata = MetaData()
 _Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite has autoincrement for INTEGER only
 
 jobs = Table(
@@ -54,7 +46,7 @@ jobs = Table(
     Column("options", Text, nullable=False),  # `optpipe.options.SolveOptions` as JSON
     Column("priority", Integer, nullable=False),
     Column("cancel_requested", Boolean, nullable=False, default=False),
-    # What is known of the current problem.
+    # The current problem's best schedule and bound.
     Column("status", String(16), nullable=False, default="unknown"),  # of the best schedule
     Column("value_ms", Float),  # of its last incumbent: what the search minimizes
     Column("lower_bound_ms", Float),

@@ -1,6 +1,6 @@
 """The API over HTTP.
 
-`server` runs uvicorn with `app`, whose middleware is asked before every route; `auth` knows keys. `jobs`, `results`,
-`tools`, `health` and `page` are the routes; `bodies` are what they read, `schemas` what they reply of jobs. All of them
-work on `service`.
+`server` runs uvicorn with `app`, whose middleware is asked before every route; `auth` reads keys. `jobs`, `results` and
+`tools` are the routes of jobs and tools, `app` has the others; `schemas` are what they read and reply. All of them work
+on `service`.
 """

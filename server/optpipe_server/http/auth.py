@@ -7,6 +7,7 @@ import ipaddress
 import math
 import re
 import time
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import anyio
@@ -45,9 +46,8 @@ READ, SUBMIT, ADMIN = (Security(_KEY, scopes=[scope]) for scope in ("read", "sub
 class Callers(AuthenticationBackend):
     """Finds out who sends a request; one without a valid key is refused before its body is read.
 
-    Keeps all keys, by their hashes, for seconds. One that is not among them is looked for in the database; all who
-    wait for that wait for one query, so that made-up keys keep it no busier than `REREAD_S` says, and nobody who has a
-    key waits for them.
+    Keeps all keys, by their hashes, for seconds. Another one is looked for in the database, by one query for all who
+    wait: made-up keys keep it no busier than `REREAD_S` says, and nobody who has a key waits for them.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -68,30 +68,26 @@ class Callers(AuthenticationBackend):
 
     async def _caller(self, conn: HTTPConnection) -> Caller:
         """Raises AuthenticationError: 401 without a valid key, 403 without keys from elsewhere."""
-        sent = conn.headers.getlist("authorization")
+        asked, sent = time.monotonic(), conn.headers.getlist("authorization")
+        keys = await self._known_since(asked - REMEMBERED_S)
         if sent:
             bearer = _BEARER.fullmatch(sent[0]) if len(sent) == 1 else None
-            caller = await self._owner(bearer[1]) if bearer else None
+            caller = keys.check(bearer[1]) if bearer else None
+            if caller is None and bearer and is_key(bearer[1]):
+                caller = (await self._known_since(asked)).check(bearer[1])
             if caller is None:
                 detail = "Authorization: no valid key; expected Bearer op_<id>_<secret>."
                 raise AuthenticationError(401, detail, _challenge('error="invalid_token"'))
             return caller
-        if (await self._known_since(time.monotonic() - REMEMBERED_S)).any:
+        if keys.any:
             detail = "The service needs a key: Authorization: Bearer op_<id>_<secret>."
             raise AuthenticationError(401, detail, _challenge())
         if refusal := _not_local(conn):
             raise AuthenticationError(403, refusal, {})
         return Caller(None, frozenset(SCOPES))
 
-    async def _owner(self, key: str) -> Caller | None:
-        asked = time.monotonic()
-        caller = (await self._known_since(asked - REMEMBERED_S)).check(key)
-        if caller is None and is_key(key):
-            caller = (await self._known_since(asked)).check(key)
-        return caller
-
     async def _known_since(self, when: float) -> KnownKeys:
-        """The keys as they were read at that time or later."""
+        """The keys, read at that time or later."""
         if self._read_at < when:
             async with self._reading:
                 if self._read_at < when:
@@ -124,18 +120,14 @@ def _not_local(conn: HTTPConnection) -> str | None:
     if client is None or not is_loopback(client.host):
         how = "`optpipe keys create NAME --scope submit --scope read` makes a key"
         return f"A service without keys answers this machine only; {how}."
-    if not is_loopback(_host_name(f"//{host}")):
+    name = ""
+    with suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+    if not is_loopback(name):
         return "Host: a service without keys answers to localhost, 127.0.0.1 and [::1] only."
     if origin is not None and origin.lower() != f"{conn.scope['scheme']}://{host}".lower():
         return "Origin: a service without keys does not answer to other web pages."
     return None
-
-
-def _host_name(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
 
 
 def is_loopback(host: str) -> bool:

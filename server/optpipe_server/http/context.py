@@ -10,8 +10,8 @@ from fastapi import Depends, Header, Path, Request
 from fastapi.responses import JSONResponse, Response
 from sqlalchemy import Row
 
+from optpipe_server.database.changes import NO_INCUMBENT, NO_JOB, MissingError
 from optpipe_server.database.jobs import is_best
-from optpipe_server.database.refusals import NO_INCUMBENT, NO_JOB, MissingError
 from optpipe_server.http.schemas import job_document
 from optpipe_server.http.service import Service
 

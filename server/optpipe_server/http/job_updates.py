@@ -21,8 +21,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 
 from optpipe_server.database import Jobs
+from optpipe_server.database.engine import first_line
 from optpipe_server.database.jobs import is_best, is_over
-from optpipe_server.database.retry import first_line
 from optpipe_server.http.replies import AWAY, ENDING, SOON_S, ReplyError
 from optpipe_server.http.schemas import EndedJob, Incumbent
 from optpipe_server.metrics import STREAMS
@@ -46,10 +46,10 @@ class Topic:
         self.job: Row[Any] | None = None
         self.events: list[bytes] = []
         self.last: Row[Any] | None = None  # incumbent
-        self.end = b""  # the last event, of a job that is over
+        self.end = b""  # the last event, of a job that is over: the job, and its best incumbent in short form
         self.subscribers = 0
         self.closing = False
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()  # another one after each change
 
     @property
     def gone(self) -> bool:
@@ -64,24 +64,23 @@ class Topic:
         """Set what was read: the job, or None if it is gone, and its incumbents that are new."""
         self.last = incumbents[-1] if incumbents else self.last
         self.events += [event("incumbent", Incumbent.from_row(each), each.seq) for each in incumbents]
-        self.end = _end_event(job, self.last) if job is not None and is_over(job) else b""
+        self.end = b""
+        if job is not None and is_over(job):
+            best = Incumbent.from_row(self.last) if self.last is not None and is_best(job, self.last) else None
+            self.end = event("end", EndedJob.from_row(job, best=best), job.last_seq)
         self.job, self.version = job, job.version if job is not None else self.version + 1
 
     def notify(self) -> None:
         """Wake all tasks that wait for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def change(self) -> None:
-        """Wait for a change."""
-        await self._changed.wait()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     async def until(self, ready: Callable[[Topic], bool], timeout_s: float) -> bool:
         """Wait until `ready` holds; return whether it does within the time, False if the service ends."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not (self.closing or ready(self)):
-                    await self.change()
+                    await self.changed.wait()
         return not self.closing and ready(self)
 
 
@@ -147,7 +146,9 @@ class JobUpdates:
         while not self.closing:
             self._subscribed.clear()
             try:
-                await self._poll()
+                if topics := {job_id: topic for job_id, topic in self._topics.items() if not topic.gone}:
+                    for topic in await anyio.to_thread.run_sync(self._read, topics, limiter=self._limiter):
+                        topic.notify()
                 if away:
                     log.info("the database is back")
                 away = False
@@ -158,13 +159,6 @@ class JobUpdates:
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_WHEN_AWAY_S if away else POLL_S if self._topics else None):
                     await self._subscribed.wait()
-
-    async def _poll(self) -> None:
-        topics = {job_id: topic for job_id, topic in self._topics.items() if not topic.gone}
-        if not topics:
-            return
-        for topic in await anyio.to_thread.run_sync(self._read, topics, limiter=self._limiter):
-            topic.notify()
 
     def _read(self, topics: Mapping[str, Topic]) -> list[Topic]:
         """Read the topics that have changed, and return them. Nothing else changes a topic, and events are only
@@ -181,12 +175,6 @@ def event(name: str, data: BaseModel, number: int) -> bytes:
     return ServerSentEvent(data.model_dump_json(), event=name, id=str(number), sep="\n").encode()
 
 
-def _end_event(job: Row[Any], last: Row[Any] | None) -> bytes:
-    """The last event of a job: the job, and its best incumbent in short form. Its id is that of the last incumbent."""
-    best = Incumbent.from_row(last) if last is not None and is_best(job, last) else None
-    return event("end", EndedJob.from_row(job, best=best), job.last_seq)
-
-
 async def events_of(topic: Topic, after: int) -> AsyncIterator[bytes]:
     """Yield the topic's events numbered above `after` as they come, and its end."""
     sent = after
@@ -200,4 +188,4 @@ async def events_of(topic: Topic, after: int) -> AsyncIterator[bytes]:
             yield topic.end
             return
         else:
-            await topic.change()
+            await topic.changed.wait()

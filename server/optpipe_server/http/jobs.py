@@ -11,16 +11,14 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import Response
 
 from optpipe.model.records import Record
-from optpipe_server.database.job_queries import MOST_LISTED
-from optpipe_server.database.jobs import is_over
-from optpipe_server.database.refusals import StaleError
+from optpipe_server.database.changes import StaleError
+from optpipe_server.database.jobs import MOST_LISTED, is_over
 from optpipe_server.database.tables import State
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT
-from optpipe_server.http.bodies import ExtensionBody, ProblemBody, Submission
 from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, JobId, matches_etag
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.schemas import job_url
+from optpipe_server.http.schemas import ExtensionBody, ProblemBody, Submission, job_url
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 
@@ -46,11 +44,7 @@ async def submit(
     The same Idempotency-Key and body mean the same job.
     """
     sent, service = await request.body(), context.service
-    job_id, new = None, False
-    if idempotency_key is not None:
-        job_id = await service.submitted(idempotency_key, sent)
-    if job_id is None:
-        job_id, new = await service.submit(submission, context.key_name, idempotency_key, sent)
+    job_id, new = await service.submit(submission, context.key_name, idempotency_key, sent)
     status, headers = 201 if new else 200, {"Location": job_url(job_id)}
     return await service.query(partial(context.job_reply, job_id, status, headers))
 
@@ -97,11 +91,12 @@ def show_queue(context: Context) -> Queue:
     workers: dict[str, list[str]] = {}
     for job_id, worker in running:
         workers.setdefault(worker or "", []).append(job_id)
+    settings = context.service.settings
     return Queue(
         waiting=waiting,
         running=len(running),
-        most_open=context.service.settings.open_jobs,
-        solves=context.service.settings.solves,
+        most_open=settings.open_jobs,
+        solves=settings.solves,
         workers=[WorkerJobs(worker=worker, jobs=ids) for worker, ids in sorted(workers.items())],
     )
 
@@ -117,18 +112,13 @@ async def show_job(
 
     With `wait` the reply comes when the job is over or, with If-None-Match, when it has changed.
     """
+    service, any_change = context.service, if_none_match is not None
     if wait:
-        await _wait(context, job_id, if_none_match, wait)
-    return await context.service.query(partial(context.job_reply, job_id, if_none_match=if_none_match))
-
-
-async def _wait(context: Context, job_id: str, if_none_match: str | None, seconds: float) -> None:
-    """Wait until the job is over, or has another version than the client has."""
-    job = await context.service.query(lambda: context.job(job_id))
-    if is_over(job) if if_none_match is None else not matches_etag(if_none_match, job.version):
-        return
-    async with context.service.job_updates.subscribe(job.id, job.version) as topic:
-        await topic.until(lambda topic: topic.over if if_none_match is None else topic.version > job.version, seconds)
+        job = await service.query(lambda: context.job(job_id))
+        if matches_etag(if_none_match, job.version) if any_change else not is_over(job):
+            async with service.job_updates.subscribe(job.id, job.version) as topic:
+                await topic.until(lambda topic: topic.version > job.version if any_change else topic.over, wait)
+    return await service.query(partial(context.job_reply, job_id, if_none_match=if_none_match))
 
 
 @router.get(

@@ -17,7 +17,7 @@ from starlette.routing import Match
 
 from optpipe.errors import InputError, complained, field_path, input_error
 from optpipe.model.records import Record
-from optpipe_server.database.refusals import ConflictError, KeyReusedError, MissingError, StaleError, TooManyOpenError
+from optpipe_server.database.changes import ConflictError, KeyReusedError, MissingError, StaleError, TooManyOpenError
 from optpipe_server.database.sqlite import UnusableError
 from optpipe_server.pool import BusyError, TaskError
 
@@ -69,7 +69,7 @@ Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
 def _with_message(status: int, headers: Mapping[str, str] | None = None) -> Handler:
-    """A handler whose reply says what the error says."""
+    """A handler whose reply has the error's message."""
 
     async def handle(_request: Request, error: Exception) -> Response:
         return problem_document(status, str(error), headers)
@@ -105,7 +105,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
         return problem_document(415, "Content-Type must be application/json.")
     model = request.scope["route"].body_field.field_info.annotation
     try:
-        model.model_validate(error.body)  # again, because its own error tells more than FastAPI's
+        model.model_validate(error.body)  # again, because its own error is more exact than FastAPI's
     except ValidationError as wrong:
         return problem_document(422, str(input_error(wrong, "body", model)))
     return problem_document(422, "body: it is missing")

@@ -12,14 +12,12 @@ from sqlalchemy import Row
 
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT
-from optpipe_server.http.bodies import AdoptionBody
 from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, etag, matches_etag
 from optpipe_server.http.jobs import NOT_CHANGED
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.schemas import incumbent_document, job_url
+from optpipe_server.http.schemas import AdoptionBody, incumbent_document, job_url
 from optpipe_server.metrics import ADOPTIONS
-from optpipe_server.pool import drawings
-from optpipe_server.pool.drawings import Stored
+from optpipe_server.pool.schedules import Stored, drawn, exported, traced
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["schedules"])
 
@@ -120,7 +118,7 @@ def _json(text: str) -> Response:
 async def show_trace(job: Job, context: Context, seq: WhichSeq = None) -> Response:
     """A schedule as a trace for Perfetto."""
     shown = await context.service.query(partial(_drawable, context, job, seq))
-    return _json(await context.service.pool.run_slow(drawings.traced, _stored(shown)))
+    return _json(await context.service.pool.run_slow(traced, _stored(shown)))
 
 
 @router.get("/figure", dependencies=[READ], response_model=dict[str, Any])
@@ -135,7 +133,7 @@ async def show_figure(
     shown = await query(partial(_drawable, context, job, seq))
     other = await query(partial(_drawable, context, job, before)) if before is not None else None
     bound_ms = job.lower_bound_ms if shown.problem_version == job.problem_version else None
-    return _json(await pool.run_slow(drawings.drawn, _stored(shown), _stored(other) if other else None, bound_ms))
+    return _json(await pool.run_slow(drawn, _stored(shown), _stored(other) if other else None, bound_ms))
 
 
 @router.get(
@@ -160,7 +158,7 @@ async def export(
     409 if it does not fit as the other program runs it, such as without its offloads.
     """
     shown = await context.service.query(partial(_drawable, context, job, seq))
-    rows = await context.service.pool.run_slow(drawings.exported, _stored(shown), to, without_offload)
+    rows = await context.service.pool.run_slow(exported, _stored(shown), to, without_offload)
     if rows.misfits and not despite_memory:
         first, more = rows.misfits[0], len(rows.misfits) - 1
         others = f"; {more} more do not fit either" if more else ""

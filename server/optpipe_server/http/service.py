@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio.to_thread
@@ -23,16 +24,16 @@ from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_cache.features import structure
 from optpipe_server.accepted import read_schedule
 from optpipe_server.database import Database, Jobs, NewJob
+from optpipe_server.database.changes import CANCELLED_DETAIL, ConflictError, StaleError
 from optpipe_server.database.jobs import is_cancelled, options_of, prune
 from optpipe_server.database.keys import Keys
-from optpipe_server.database.refusals import CANCELLED_DETAIL, ConflictError, StaleError
 from optpipe_server.first_schedules import FirstSchedules, ReadSchedule
-from optpipe_server.http.bodies import SCHEDULE, Submission
 from optpipe_server.http.job_updates import JobUpdates
 from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.schemas import SCHEDULE, Submission
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.pool import Pool
-from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
 from optpipe_server.work import Rounds, default_worker_name, make_worker
 
@@ -55,7 +56,7 @@ class Service:
         self.settings = settings
         self.database = Database(settings.database)
         self.jobs, self.keys = Jobs(self.database), Keys(self.database)
-        self.cache = ScheduleCache(settings, self.database)
+        self.cache = ServiceCache(settings, self.database)
         self.job_updates = JobUpdates(self.jobs, settings.streams)
 
     async def open(self) -> None:
@@ -78,12 +79,11 @@ class Service:
         if not self.job_updates.closing:
             self.job_updates.close()
             # In threads of their own: none waits for another, nor for a free query thread.
-            ends = [anyio.to_thread.run_sync(end) for end in (self._stop_worker, self._pruner.stop)]
+            stops: list[Callable[[], None]] = [self._pruner.stop]
+            if self.settings.solves:
+                stops.append(partial(self.worker.stop, STOPPING_S))
+            ends = [anyio.to_thread.run_sync(stop) for stop in stops]
             self._ended = asyncio.gather(self._feeding, self.pool.close(), *ends)
-
-    def _stop_worker(self) -> None:
-        if self.settings.solves:
-            self.worker.stop(STOPPING_S)
 
     def _prune(self) -> None:
         kept = self.settings.kept
@@ -112,18 +112,24 @@ class Service:
     ) -> tuple[str, bool]:
         """Store a job with its first schedule; return its id, and whether it is new. Raises as `Jobs.add`, and
         `InputError` if the method is unknown or the warm start cannot be read."""
+        began, sha256 = time.monotonic(), hashlib.sha256(body).hexdigest()
+        former = idempotency_key and await self.query(partial(self.jobs.submitted, idempotency_key, sha256))
+        if former:
+            return former, False
         self.database.require_same_file()
-        began = time.monotonic()
-        job = NewJob(
-            submission.problem,
-            SolveOptions(**submission.arguments()),
-            submission.priority,
-            key_name,
-            idempotency_key,
-            _sha256(body),
-        )
+        problem, options, file = submission.problem, SolveOptions(**submission.arguments()), submission.warm_start
+
+        def warm_start() -> Schedule:  # for the problem, or for its placement if the job may choose one
+            assert file is not None
+            try:
+                return read_schedule(file, problem, options.placements == "all")
+            except InputError as error:
+                raise InputError(f"body: warm_start: {error}") from None
+
         deadline = began + self.settings.first_schedule_s
-        initial = await self.first_schedules.find(job.problem, job.options, _given(submission), "warm_start", deadline)
+        offered = warm_start if file is not None else None
+        initial = await self.first_schedules.find(problem, options, offered, "warm_start", deadline)
+        job = NewJob(problem, options, submission.priority, key_name, idempotency_key, sha256)
         job_id, new = await self.query(lambda: self.jobs.add(job, initial, most_open=self.settings.open_jobs))
         if new:
             SUBMITTED.inc()
@@ -137,36 +143,23 @@ class Service:
             FIRST.observe(time.monotonic() - began)
         return job_id, new
 
-    async def submitted(self, idempotency_key: str, body: bytes) -> str | None:
-        """Return the job of this idempotency key. Raises `KeyReusedError` if it was used with another body."""
-        return await self.query(lambda: self.jobs.submitted(idempotency_key, _sha256(body)))
-
     async def change_problem(self, job_id: str, problem: Problem) -> None:
         """Let the job go on with other costs, from its best schedule.
 
         Raises `MissingError`, `TooManyOpenError`, and `ConflictError` if it cannot.
         """
+        most = self.settings.open_jobs
         for _ in range(TRIES):
-            if await self._change_once(job_id, problem):
+            job, best = await self.query(lambda: self._best_for(job_id, problem))
+            deadline = time.monotonic() + self.settings.first_schedule_s
+            initial = await self.first_schedules.find(problem, options_of(job), best, "carried", deadline)
+            change = partial(self.jobs.change_problem, job_id, problem, initial, seen=job.last_seq, most_open=most)
+            with suppress(StaleError):  # an incumbent has come in, from which the new problem would have to start
+                await self.query(change)
+                INCUMBENTS.inc(initial.best.schedule is not None)
                 self.worker.nudge()
                 return
         raise ConflictError("Better schedules come in faster than the problem can be changed; try again.")
-
-    async def _change_once(self, job_id: str, problem: Problem) -> bool:
-        """Return False if an incumbent has come in since, from which the new problem would have to start."""
-        job, best = await self.query(lambda: self._best_for(job_id, problem))
-        deadline = time.monotonic() + self.settings.first_schedule_s
-        initial = await self.first_schedules.find(problem, options_of(job), best, "carried", deadline)
-        try:
-            await self.query(
-                lambda: self.jobs.change_problem(
-                    job_id, problem, initial, seen=job.last_seq, most_open=self.settings.open_jobs
-                )
-            )
-        except StaleError:
-            return False
-        INCUMBENTS.inc(initial.best.schedule is not None)
-        return True
 
     def _best_for(self, job_id: str, problem: Problem) -> tuple[Row[Any], ReadSchedule | None]:
         """The job, and what reads its last schedule with the new costs. Raises `ConflictError` if the structure
@@ -183,22 +176,3 @@ class Service:
         if last is None:
             return job, None
         return job, lambda: Programs.model_validate_json(last.programs).schedule(problem, last.method)
-
-
-def _given(submission: Submission) -> ReadSchedule | None:
-    """What reads the client's own schedule for the problem, or for its placement if the job may choose one."""
-    file = submission.warm_start
-    if file is None:
-        return None
-
-    def read() -> Schedule:
-        try:
-            return read_schedule(file, submission.problem, submission.placements == "all")
-        except InputError as error:
-            raise InputError(f"body: warm_start: {error}") from None
-
-    return read
-
-
-def _sha256(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()

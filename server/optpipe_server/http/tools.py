@@ -18,9 +18,9 @@ from optpipe.process.protocol import CompareRequest
 from optpipe.schedule import ScheduleFile
 from optpipe_server.accepted import require_parts
 from optpipe_server.http.auth import READ
-from optpipe_server.http.bodies import LookupBody, WorkbenchBody
 from optpipe_server.http.context import Context
 from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.schemas import FromRow, LookupBody, WorkbenchBody
 from optpipe_server.pool import schedules
 from optpipe_server.pool.diagnosis import UPLOAD, DiagnoseOptions, diagnosed
 
@@ -40,7 +40,7 @@ TRACE: dict[str, Any] = {
 
 @router.post("/workbench", dependencies=[READ], response_model=dict[str, Any])
 async def workbench(sent: WorkbenchBody, context: Context) -> Response:
-    """Every published schedule and heuristic of a small problem, or the methods given, to be drawn side by side; or the
+    """Every published schedule and heuristic of a small problem, or these methods, to be drawn side by side; or the
     one schedule that is sent, with everything that is wrong with it."""
     pool, problem = context.service.pool, sent.problem
     if sent.schedule is not None:
@@ -84,10 +84,16 @@ async def diagnose(asked: Annotated[DiagnoseOptions, Query()], request: Request,
         if not upload.stat().st_size:
             raise InputError("body: it is missing: a trace is expected")
         (wanted := Path(folder) / "wanted").touch()
-        limits = settings.threads_per_solve, settings.memory_mib
+        threads = max(1, settings.threads // max(1, settings.solves))
         task = asyncio.create_task(
             context.service.pool.run_longest(
-                diagnosed, Path(folder), asked, *limits, limit_s=LONGEST_DIAGNOSIS_S, wanted=wanted
+                diagnosed,
+                Path(folder),
+                asked,
+                threads,
+                settings.memory_mib,
+                limit_s=LONGEST_DIAGNOSIS_S,
+                wanted=wanted,
             )
         )
         try:
@@ -102,10 +108,10 @@ async def diagnose(asked: Annotated[DiagnoseOptions, Query()], request: Request,
     return HTMLResponse(text) if asked.to == "html" else Response(text, media_type="application/json")
 
 
-class CacheHit(Record):
+class CacheHit(FromRow):
     """A cached schedule, verified on this problem. `distance` is 0 if it was solved for this problem (`exact`); `terms`
     is what each feature adds to it. `gap` says by which share a schedule could be shorter at most; it and the bound are
-    null unless it is `exact` and a bound is known."""
+    null unless it is `exact` and there is a bound."""
 
     exact: bool
     source: Literal["cache", "pack"]
@@ -120,7 +126,7 @@ class CacheHit(Record):
 
 
 class Lookup(Record):
-    """`hit` is null if no similar problem is known."""
+    """`hit` is null if there is no similar problem."""
 
     hit: CacheHit | None
 
@@ -129,26 +135,22 @@ class Lookup(Record):
 async def look_up(sent: LookupBody, context: Context) -> Response:
     """The cached schedule of this problem, or of the most similar one whose schedule is valid for it."""
 
-    def looked_up() -> dict[str, Any] | None:
+    def reply() -> Response:
         try:
             hit = context.service.cache.open().lookup(sent.problem, sent.objective)
         except InputError as error:  # not the client's mistake
             raise ReplyError(503, f"The cache cannot be used: {error}", retry_s=60) from None
         if hit is None:
-            return None
-        return {
-            "exact": hit.exact,
-            "source": hit.source,
-            "distance": hit.distance,
-            "terms": hit.terms,
-            "status": hit.status,
-            "lower_bound_ms": hit.lower_bound_ms,
-            "gap": gap(length_ms(hit.schedule, sent.objective), hit.lower_bound_ms),
-            "makespan_ms": hit.schedule.makespan_ms,
-            "span_ms": hit.schedule.span_ms,
-            "schedule": ScheduleFile.from_schedule(
-                hit.schedule, with_ops=False, status=hit.status, lower_bound_ms=hit.lower_bound_ms
-            ).model_dump(mode="json", exclude_none=True),
-        }
+            return JSONResponse({"hit": None})
+        schedule, bound_ms = hit.schedule, hit.lower_bound_ms
+        shown = CacheHit.from_row(
+            hit,
+            gap=gap(length_ms(schedule, sent.objective), bound_ms),
+            makespan_ms=schedule.makespan_ms,
+            span_ms=schedule.span_ms,
+            schedule=ScheduleFile.from_schedule(schedule, with_ops=False, status=hit.status, lower_bound_ms=bound_ms),
+        )
+        whole = shown.schedule.model_dump(mode="json", exclude_none=True)
+        return JSONResponse({"hit": shown.model_dump(exclude={"schedule"}) | {"schedule": whole}})
 
-    return await context.service.first_schedules.check(lambda: JSONResponse({"hit": looked_up()}))
+    return await context.service.first_schedules.check(reply)

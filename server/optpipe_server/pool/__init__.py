@@ -1,6 +1,6 @@
 """Processes that compute replies: first schedules, the workbench, pictures and diagnoses.
 
-`pool` keeps them; `schedules`, `drawings` and `diagnosis` are the tasks that run in them.
+`pool` keeps them; `schedules` and `diagnosis` are the tasks that run in them.
 """
 
 from __future__ import annotations

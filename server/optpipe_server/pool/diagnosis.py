@@ -75,7 +75,11 @@ def diagnosed(folder: Path, asked: DiagnoseOptions, threads: int, memory_mib: in
 def _unpacked(name: str) -> list[Path]:
     """The file by its name, or those of an archive."""
     FILES.mkdir()
-    if not _is_archive():
+    try:
+        is_archive = tarfile.is_tarfile(UPLOAD)
+    except (OSError, EOFError, zlib.error):  # packed, and cut off
+        is_archive = False
+    if not is_archive:
         return [UPLOAD.rename(FILES / (Path(name).name.replace("\0", "") or "trace"))]
     size = 0
     try:
@@ -94,13 +98,6 @@ def _unpacked(name: str) -> list[Path]:
     except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError) as error:
         raise InputError(f"the archive cannot be read: {error}") from None
     return sorted(path for path in FILES.rglob("*") if path.is_file() and not path.name.startswith("."))
-
-
-def _is_archive() -> bool:
-    try:
-        return tarfile.is_tarfile(UPLOAD)
-    except (OSError, EOFError, zlib.error):  # packed, and cut off
-        return False
 
 
 @contextmanager

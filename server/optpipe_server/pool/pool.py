@@ -152,9 +152,11 @@ class Pool:
 
 
 def _settle(started: asyncio.Future[ProcessPoolExecutor], outcome: ProcessPoolExecutor | BrokenProcessPool) -> None:
-    if not started.done() and isinstance(outcome, ProcessPoolExecutor):
+    if started.done():
+        return
+    if isinstance(outcome, ProcessPoolExecutor):
         started.set_result(outcome)
-    elif not started.done() and isinstance(outcome, BrokenProcessPool):
+    else:
         started.set_exception(outcome)
 
 
@@ -162,13 +164,13 @@ def _begin(is_open: Connection) -> None:
     """In a new process."""
     os.setsid()  # what a terminal sends to the service's processes is not for this one
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    threading.Thread(target=_end_with, args=(is_open,), daemon=True).start()
+
+    def end_with_the_pool() -> None:
+        is_open.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_pool, daemon=True).start()
     schedules.warm_up()
-
-
-def _end_with(is_open: Connection) -> None:
-    is_open.poll(None)
-    os._exit(1)
 
 
 def _timed(task: Callable[..., T], arguments: tuple[Any, ...], until: float, wanted: Path | None) -> T:

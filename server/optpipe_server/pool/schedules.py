@@ -1,4 +1,5 @@
-"""Tasks that make schedules: first ones of submissions, and all published ones for the workbench."""
+"""Tasks that make schedules (first ones of submissions, all published ones for the workbench), and that show a stored
+one: as a picture, as a trace, in the form of another program."""
 
 from __future__ import annotations
 
@@ -11,10 +12,22 @@ from typing import Any, NamedTuple
 
 from optpipe import solvers
 from optpipe.errors import InputError, OptPipeError, ScheduleError
+from optpipe.formats import Export, export
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Bound, CompareRequest, Frame, Incumbent, Infeasible, Note, Refused, Request
+from optpipe.process.protocol import (
+    Bound,
+    CompareRequest,
+    Frame,
+    Incumbent,
+    Infeasible,
+    Note,
+    Programs,
+    Refused,
+    Request,
+)
 from optpipe.schedule import Schedule, ScheduleFile, check
-from optpipe.show.figure import side_by_side
+from optpipe.show.figure import figure, side_by_side
+from optpipe.show.trace import trace
 from optpipe_server.accepted import read_schedule
 
 INCUMBENTS_KEPT = 3  # of an answer: the last one is the best, the others replace it if it is not valid
@@ -65,11 +78,6 @@ class _Row(NamedTuple):
     shown: dict[str, Any]
     schedule: Schedule | None
 
-    @property
-    def order(self) -> tuple[bool, bool, float]:
-        makespan_ms = self.schedule.makespan_ms if self.schedule else 0.0
-        return self.schedule is None, not self.shown["fits"], makespan_ms
-
 
 def published(module: str, request: str) -> str:
     """Return the workbench's reply for a `CompareRequest`: a row for each method. Raises `InputError` for an unknown
@@ -77,19 +85,22 @@ def published(module: str, request: str) -> str:
     frames: list[Frame] = []
     asked = CompareRequest.model_validate_json(request)
     import_module(module).answer(asked, frames.append)
-    if refused := next((frame.reason for frame in frames if isinstance(frame, Refused)), None):
-        raise InputError(f"workbench: {refused}")
     bounds = {frame.method: frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)}
-    rows = [
-        _verified(frame, asked.problem, bounds.get(frame.method)) for frame in frames if isinstance(frame, Incumbent)
-    ]
-    return _reply(rows + [_row(frame.method, [frame.text]) for frame in frames if isinstance(frame, Note)])
+    rows = []
+    for frame in frames:
+        if isinstance(frame, Refused):
+            raise InputError(f"workbench: {frame.reason}")
+        if isinstance(frame, Incumbent):
+            rows.append(_verified(frame, asked.problem, bounds.get(frame.method)))
+        elif isinstance(frame, Note):
+            rows.append(_row(frame.method, [frame.text]))
+    return _reply(rows)
 
 
 def edited(problem: str, schedule: str) -> str:
     """Return the workbench's reply for one schedule document, which may be invalid; it is drawn if it can run."""
     read = read_schedule(ScheduleFile.model_validate_json(schedule), Problem.from_json(problem))
-    if (ops := sum(len(program) for program in read.programs)) > MOST_OPS:
+    if (ops := sum(map(len, read.programs))) > MOST_OPS:
         raise InputError(f"workbench: schedule has {ops} ops: expected up to {MOST_OPS} here")
     wrong = check(read.problem, read)
     try:
@@ -101,13 +112,16 @@ def edited(problem: str, schedule: str) -> str:
 
 def _reply(rows: list[_Row]) -> str:
     """The shortest that fits first; `drawn` is a row's place in the figure."""
-    rows.sort(key=lambda row: row.order)
+    rows.sort(
+        key=lambda row: (not row.schedule, not row.shown["fits"], row.schedule.makespan_ms if row.schedule else 0.0)
+    )
     drawn = [row.schedule for row in rows if row.schedule is not None]
-    content = {
-        "rows": [row.shown | {"drawn": place if row.schedule else None} for place, row in enumerate(rows)],
-        "figure": side_by_side(drawn) if drawn else None,
-    }
-    return json.dumps(content, separators=(",", ":"))
+    return _json(
+        {
+            "rows": [row.shown | {"drawn": place if row.schedule else None} for place, row in enumerate(rows)],
+            "figure": side_by_side(drawn) if drawn else None,
+        }
+    )
 
 
 def _row(method: str, wrong: list[str], schedule: Schedule | None = None, bound_ms: float | None = None) -> _Row:
@@ -123,7 +137,7 @@ def _row(method: str, wrong: list[str], schedule: Schedule | None = None, bound_
 
 
 def _verified(incumbent: Incumbent, problem: Problem, bound_ms: float | None) -> _Row:
-    """What a method made, verified on the problem."""
+    """A method's schedule, verified on the problem."""
     try:
         schedule = replace(incumbent.schedule.schedule(problem, incumbent.method), method=incumbent.method)
         wrong, misfits = schedule.compiled.complaints, schedule.compiled.certificate.complaints()
@@ -132,3 +146,30 @@ def _verified(incumbent: Incumbent, problem: Problem, bound_ms: float | None) ->
     if wrong != misfits:
         return _row(incumbent.method, [f"is no schedule: {wrong[0]}"])
     return _row(incumbent.method, wrong, schedule, bound_ms)
+
+
+class Stored(NamedTuple):
+    """A schedule as the database has it: problem and `Programs` as JSON, and the method."""
+
+    problem: str
+    programs: str
+    method: str
+
+    def read(self) -> Schedule:
+        return Programs.model_validate_json(self.programs).schedule(Problem.from_json(self.problem), self.method)
+
+
+def drawn(stored: Stored, before: Stored | None, bound_ms: float | None) -> str:
+    return _json(figure(stored.read(), before.read() if before else None, bound_ms))
+
+
+def traced(stored: Stored) -> str:
+    return trace(stored.read())
+
+
+def exported(stored: Stored, to: str, without_offload: bool) -> Export:
+    return export(stored.read(), to, without_offload)
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))

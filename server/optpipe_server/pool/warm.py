@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from optpipe.process.background import settle
-from optpipe_server.pool import diagnosis, drawings, schedules
+from optpipe_server.pool import diagnosis, schedules
 
-__all__ = ["diagnosis", "drawings", "schedules"]
+__all__ = ["diagnosis", "schedules"]
 
 schedules.warm_up()
 settle()

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from optpipe_server.database import Database
-from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
-from optpipe_server.work.embedded import EmbeddedWorker
 from optpipe_server.work.rounds import Rounds
-from optpipe_server.work.solves import Solves, default_worker_name
+from optpipe_server.work.solves import EmbeddedWorker, Solves, default_worker_name
 
 __all__ = ["Rounds", "Worker", "default_worker_name", "make_worker"]
 
@@ -29,14 +28,11 @@ class Worker(Protocol):
     def nudge(self) -> None:
         """Look for jobs now."""
 
-    def health(self) -> dict[str, str | int]:
-        """Report `status`, whether the `database` is reached, and the number of `solves`."""
-
     def stop(self, timeout_s: float) -> None:
         """End all searches and give the jobs back. None of its processes is left, whatever the database does."""
 
 
-def make_worker(settings: Settings, database: Database, cache: ScheduleCache, name: str) -> Worker:
+def make_worker(settings: Settings, database: Database, cache: ServiceCache, name: str) -> Worker:
     """Return the worker for this database."""
     solves = Solves(settings, database, cache, name)
     if database.sqlite:

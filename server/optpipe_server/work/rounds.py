@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import structlog
 
-from optpipe_server.database.retry import DATABASE_AWAY, first_line
+from optpipe_server.database.engine import DATABASE_AWAY, first_line
 
 log = structlog.get_logger("optpipe.work")
 

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, TypeVar
+from dataclasses import replace
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
+import psutil
 import structlog
 
 from optpipe.anytime import Search, search
@@ -20,35 +20,29 @@ from optpipe.process.background import NICER
 from optpipe.results import Result, merged
 from optpipe_server import metrics
 from optpipe_server.database import Searches
-from optpipe_server.database.refusals import CANCELLED
-from optpipe_server.database.retry import DATABASE_AWAY, retry_while_away
+from optpipe_server.database.changes import CANCELLED
+from optpipe_server.database.engine import DATABASE_AWAY, first_line
 from optpipe_server.database.searches import Claim, LostError
 from optpipe_server.database.tables import Level, State
-from optpipe_server.schedule_cache import ScheduleCache
-from optpipe_server.settings import within
-from optpipe_server.work.limits import memory_exceeded, solver_memory_mib
+from optpipe_server.service_cache import ServiceCache
 
 log = structlog.get_logger("optpipe.work")
 
+MIB = 2**20
 FIRST_TO_GO = 500  # added to the kernel's score of whom to kill when memory is out
 # A search that still runs so long after its time is ended with its process tree: its own time limit and the one of
 # `improve` have failed.
 LATE_S = 5.0
+SOLVER_SHARE = 7 / 8  # of the memory limit: the solver ends an engine before the whole search is ended
+LEAST_MIB = 64
+RETRY_S = 0.5  # between two attempts to write while the database is away
 RISE = 1e-3  # a bound that rises by a smaller share is sent with the next schedule, or at the end
 
 _NOT_RUNNING = float("inf")  # stands for a time when no search runs
 
 Why = Literal["cancelled", "settled", "crashed", "late", "stopping", "lost"]
+P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class SolveEnvironment:
-    """What all solves of a process share."""
-
-    searches: Searches
-    cache: ScheduleCache
-    memory_mib: int | None  # for each
 
 
 class Solve:
@@ -56,25 +50,30 @@ class Solve:
 
     Parameters
     ----------
-    threads
-        What the search gets.
+    threads, most_mib
+        What the search gets; it gets less memory if the job asks for less.
     should_stop
-        Tells that the job must be given back; asked often, by `watch`.
+        Whether the job must be given back; asked often, by `watch`.
     """
 
     def __init__(
-        self, environment: SolveEnvironment, claim: Claim, threads: int, should_stop: Callable[[], bool]
+        self,
+        searches: Searches,
+        cache: ServiceCache,
+        claim: Claim,
+        threads: int,
+        most_mib: int | None,
+        should_stop: Callable[[], bool],
     ) -> None:
-        self._environment, self._searches, self.claim, self.threads = environment, environment.searches, claim, threads
+        self._searches, self._cache, self.claim, self.threads = searches, cache, claim, threads
         self._should_stop, self._stopping = should_stop, threading.Event()
         self._lock = threading.Lock()  # guards the three fields below
         self._search: Search | None = None
         self._why: Why | None = None
         self._message = ""  # what was wrong, if that ended the search
-        self._memory_mib = within(claim.options.memory_mib, environment.memory_mib)
-        self._began = self._until = (
-            _NOT_RUNNING  # by the monotonic clock; a search that still runs `until` then is late
-        )
+        limits = [mib for mib in (claim.options.memory_mib, most_mib) if mib is not None]
+        self._memory_mib = min(limits, default=None)  # None is no limit
+        self._began = self._until = _NOT_RUNNING  # by the monotonic clock; one that still runs `until` then is late
         self._best = Result("unknown", objective=claim.options.objective, lower_bound_ms=claim.lower_bound_ms)
         if claim.best is not None and claim.best_version == claim.problem_version:
             self._best = merged(self._best, Result.from_schedule(claim.best, claim.options))
@@ -105,8 +104,13 @@ class Solve:
             self.end("stopping")
         elif time.monotonic() > self._until:
             self.end("late")
-        elif search is not None and (message := memory_exceeded(search.mark, self._memory_mib)):
-            self.end("crashed", message)
+        elif search is not None and self._memory_mib is not None:
+            # Pages that processes share count for each of them. A limit on the address space would not do: CP-SAT
+            # reserves many times what it uses.
+            held_mib = sum(map(resident_bytes, process_tree.members(search.mark))) / MIB
+            if held_mib > self._memory_mib:
+                message = f"the solver held {int(held_mib)} MiB, and memory_mib is {self._memory_mib}"
+                self.end("crashed", message)
 
     def send_bound(self) -> None:
         """Commit the search's bound if it has risen since it was last sent; called often."""
@@ -139,7 +143,13 @@ class Solve:
         claim, last = self.claim, Result("unknown", objective=self.claim.options.objective)
         if claim.options.time_limit_s <= claim.spent_s or self._settles(self._best):
             return last
-        self._log_limits()
+        limits = {
+            "threads": (claim.options.threads, self.threads),
+            "memory_mib": (claim.options.memory_mib, self._memory_mib),
+        }
+        for name, (asked, most) in limits.items():
+            if asked is not None and most is not None and asked > most:
+                self._note(f"{name} = {asked}: the search gets {most} on this worker")
         noted = 0
         try:
             for last in self._begin():
@@ -170,10 +180,11 @@ class Solve:
             options, remaining_s = self.claim.options, self.claim.options.time_limit_s - self.claim.spent_s
             self._began = time.monotonic()
             self._until = self._began + remaining_s + LATE_S
+            memory_mib = self._memory_mib and max(LEAST_MIB, int(SOLVER_SHARE * self._memory_mib))
             changed = {
                 "time_limit_s": remaining_s,
                 "threads": self.threads,
-                "memory_mib": solver_memory_mib(self._memory_mib),
+                "memory_mib": memory_mib,
                 "seed": (options.seed + self.claim.attempt - 1) % 2**31,
             }
             asked = options.model_copy(update=changed)
@@ -184,14 +195,14 @@ class Solve:
         """Commit the result if it is better, and end the search if the gap is reached."""
         before, self._best = self._best, merged(self._best, result)
         if self._best.schedule is not before.schedule:
-            self._retry(partial(self._searches.append, self.claim, self._best))
+            self._retry(self._searches.append, self._best)
             metrics.INCUMBENTS.inc()
             self._log.info("incumbent", method=self._best.method, value_ms=self._best.value_ms, gap=self._best.gap)
         if self._settles(self._best):
             self.end("settled")
 
     def _note(self, text: str, level: Level = "warning") -> None:
-        self._retry(partial(self._searches.note, self.claim, text, level))
+        self._retry(self._searches.note, text, level)
 
     def _settles(self, best: Result) -> bool:
         """Return whether the search is over: the schedule is proven, or its gap small enough."""
@@ -200,14 +211,6 @@ class Solve:
             return True
         return options.gap > 0 and best.gap is not None and best.gap <= options.gap
 
-    def _log_limits(self) -> None:
-        """Log what this worker does not have for the search."""
-        asked, memory_mib = self.claim.options, self._environment.memory_mib
-        if asked.threads is not None and asked.threads > self.threads:
-            self._note(f"threads = {asked.threads}: the search gets {self.threads} on this worker")
-        if asked.memory_mib is not None and memory_mib is not None and asked.memory_mib > memory_mib:
-            self._note(f"memory_mib = {asked.memory_mib}: the search gets {memory_mib} on this worker")
-
     def _conclude(self, last: Result) -> bool:
         """End the job; False if it waits again."""
         why, best, spent_s = self._why, merged(self._best, last), self.spent_s
@@ -215,9 +218,9 @@ class Solve:
             self._log.warning("a search was late and was ended")
         if why == "lost":
             raise LostError(self.claim.job_id)
-        state: State = (
-            "infeasible" if best.status == "infeasible" else "done" if best.schedule is not None else "failed"
-        )
+        state: State = "done" if best.schedule is not None else "failed"
+        if best.status == "infeasible":
+            state = "infeasible"
         if state != "infeasible" and not self._settles(best):
             if why == "stopping":
                 self._searches.give_back(self.claim, spent_s)
@@ -229,11 +232,11 @@ class Solve:
             if failure is not None:
                 self._log.warning("the solver failed", error=failure)
                 metrics.CRASHES.inc()
-                if self._retry(partial(self._searches.give_back, self.claim, spent_s, failure)):
+                if self._retry(self._searches.give_back, spent_s, failure):
                     return False
                 best = replace(best, reason=best.reason or failure)
-        self._environment.cache.keep(best)  # before it ends, so that whoever sees the end finds the schedule
-        if not self._retry(partial(self._searches.finish, self.claim, state, best, spent_s)):
+        self._cache.keep(best)  # before it ends, so that whoever sees the end finds the schedule
+        if not self._retry(self._searches.finish, state, best, spent_s):
             return False
         self._log.info("ended", state=state, value_ms=best.value_ms, gap=best.gap, spent_s=round(spent_s, 3))
         metrics.SOLVES.labels(state).observe(spent_s)
@@ -241,8 +244,26 @@ class Solve:
             metrics.GAP.observe(best.gap)
         return True
 
-    def _retry(self, call: Callable[[], T]) -> T:
-        return retry_while_away(call, self._stopping)
+    def _retry(self, write: Callable[Concatenate[Claim, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Write until the database answers. Once the search has to stop, raises the error.
+
+        A write that failed may have been committed all the same, so `write` must be safe to repeat.
+        """
+        is_away = False
+        while True:
+            try:
+                result = write(self.claim, *arguments, **named)
+            except DATABASE_AWAY as error:
+                if self._stopping.is_set():
+                    raise
+                if not is_away:
+                    log.warning("the database is away", error=first_line(error))
+                is_away = True
+                self._stopping.wait(RETRY_S)
+            else:
+                if is_away:
+                    log.info("the database is back")
+                return result
 
 
 def _yield_to_the_service(pid: int) -> None:
@@ -251,3 +272,11 @@ def _yield_to_the_service(pid: int) -> None:
         os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
     with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
         file.write(str(FIRST_TO_GO))
+
+
+def resident_bytes(pid: int) -> int:
+    """Return what a process holds in memory; 0 if it has ended."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

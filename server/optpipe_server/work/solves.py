@@ -1,4 +1,5 @@
-"""`Solves`: the jobs that this process solves, whichever queue they come from."""
+"""`Solves`: the jobs that this process solves, whichever queue they come from; `EmbeddedWorker` takes them from the
+table of jobs."""
 
 from __future__ import annotations
 
@@ -12,11 +13,10 @@ import structlog
 
 from optpipe.process import process_tree
 from optpipe_server.database import Database, Searches
-from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
-from optpipe_server.work.limits import ThreadBudget
 from optpipe_server.work.rounds import Rounds
-from optpipe_server.work.solve import Solve, SolveEnvironment
+from optpipe_server.work.solve import Solve
 
 log = structlog.get_logger("optpipe.work")
 
@@ -26,6 +26,7 @@ SPENT_S = 5.0  # between two times that the seconds spent are stored
 # A thread that has made no round for so long hangs; the database may take ten seconds to report that it is away.
 HANGS_S = 60.0
 AWAY_S = 5.0  # the database counts as away if it has not answered for so long
+LOOK_S = 0.5  # between two looks for a job that waits, unless `nudge` is called
 
 
 def default_worker_name() -> str:
@@ -33,8 +34,32 @@ def default_worker_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"[:128]
 
 
+class ThreadBudget:
+    """Shares threads among the searches that run at a time.
+
+    A search that runs alone gets all threads but one for each free slot; every search gets at least one.
+    """
+
+    def __init__(self, total: int, slots: int) -> None:
+        self._left, self._slots = total, slots
+        self._lock = threading.Lock()
+
+    def take(self, most: int | None = None) -> int:
+        """Return the threads for one more search, which can use `most`."""
+        with self._lock:
+            self._slots -= 1
+            taken = max(1, min(self._left - self._slots, self._left if most is None else most))
+            self._left -= taken
+            return taken
+
+    def give_back(self, taken: int) -> None:
+        with self._lock:
+            self._slots += 1
+            self._left += taken
+
+
 class Solves:
-    """Runs a `Solve` for each job that it is given, and watches them. Its children end with `stop`, and with this
+    """Runs a `Solve` for each job, and watches them. Its children end with `stop`, and with this
     process however that ends.
 
     One thread waits for the database, which may be slow or away; another one, which ends searches that are late or too
@@ -46,11 +71,11 @@ class Solves:
         What the database and the logs call this worker.
     """
 
-    def __init__(self, settings: Settings, database: Database, cache: ScheduleCache, name: str) -> None:
+    def __init__(self, settings: Settings, database: Database, cache: ServiceCache, name: str) -> None:
         self.most, self.name = settings.solves, name
         self.searches = Searches(database, name)
         self._threads = ThreadBudget(settings.threads, settings.solves)
-        self._environment = SolveEnvironment(self.searches, cache, settings.memory_mib)
+        self._cache, self._memory_mib = cache, settings.memory_mib
         self._lock = threading.Lock()
         self._running: list[Solve] = []
         self._changes = Rounds("changes", "requests of clients cannot be read", CHANGES_S, self._apply_changes)
@@ -71,7 +96,8 @@ class Solves:
         claim = self.searches.begin(job_id)
         if claim is None:
             return None
-        solve = Solve(self._environment, claim, self._threads.take(claim.options.threads), should_stop)
+        threads = self._threads.take(claim.options.threads)
+        solve = Solve(self.searches, self._cache, claim, threads, self._memory_mib, should_stop)
         job = {"job": job_id, "attempt": claim.attempt, "worker": self.name}
         log.info("claimed", **job, threads=solve.threads, spent_s=round(claim.spent_s, 3))
         with self._lock:
@@ -130,3 +156,43 @@ class Solves:
     def _watch(self) -> None:
         for solve in self.running():
             solve.watch()
+
+
+class EmbeddedWorker:
+    """The worker of a service that is one process. It solves up to `solves.most` jobs at a time: the highest priority
+    first, then the oldest. Jobs that ran when the former process ended are among them."""
+
+    def __init__(self, solves: Solves) -> None:
+        self.solves = solves
+        self._claims = Rounds("claims", "jobs cannot be claimed", LOOK_S, self._claim)
+        self.nudge = self._claims.nudge
+
+    def start(self) -> None:
+        self.solves.start()
+        self._claims.start()
+
+    def stop(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        self._claims.stop(timeout_s)
+        self.solves.stop(until)
+
+    def _claim(self) -> None:
+        while len(running := self.solves.running()) < self.solves.most and not self._claims.stopping.is_set():
+            job_id = self.solves.searches.first_open([solve.claim.job_id for solve in running])
+            if job_id is None:
+                return
+            solve = self.solves.begin(job_id, self._claims.stopping.is_set)
+            if solve is None:
+                continue
+            try:
+                threading.Thread(target=self._run, args=(solve,), name=f"solve {job_id}", daemon=True).start()
+            except RuntimeError:  # the system has no more threads now
+                solve.end("stopping")
+                self.solves.run(solve)
+                raise
+
+    def _run(self, solve: Solve) -> None:
+        try:
+            self.solves.run(solve)
+        finally:
+            self.nudge()

@@ -15,9 +15,8 @@ from procrastinate.exceptions import ConnectorException, JobAborted
 from procrastinate.jobs import Status
 
 from optpipe_server.database import Database
-from optpipe_server.database.postgres import arguments
-from optpipe_server.database.queue import FIRST, SOLVE, enqueue_forgotten
-from optpipe_server.database.retry import first_line
+from optpipe_server.database.engine import first_line
+from optpipe_server.database.postgres import FIRST, SOLVE, arguments, enqueue_forgotten
 from optpipe_server.settings import Settings
 from optpipe_server.work.solves import Solves
 
@@ -44,7 +43,6 @@ class TeamWorker:
         self._stopping = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self.health = solves.health
 
     def start(self) -> None:
         self.solves.start()
@@ -64,9 +62,8 @@ class TeamWorker:
 
     async def _work(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self._loop.set_exception_handler(
-            lambda _loop, context: log.debug("worker", **context)
-        )  # of jobs that were lost
+        # Of jobs that were lost.
+        self._loop.set_exception_handler(lambda _loop, context: log.debug("worker", **context))
         self._loop.set_default_executor(ThreadPoolExecutor(self.solves.most + 1, "solve"))
         away = False
         while not self._stopping.is_set():

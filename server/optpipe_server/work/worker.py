@@ -8,17 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import structlog
 from prometheus_client import make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from optpipe.errors import InputError
 from optpipe_server.database import AwayError, Database
 from optpipe_server.metrics import REGISTRY
-from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
 from optpipe_server.work import Worker, make_worker
 
@@ -27,8 +27,6 @@ log = structlog.get_logger("optpipe.work")
 RETRY_S = 2.0  # between attempts to reach a database that is not there at the start
 POLL_S = 0.1  # how soon a signal is seen
 STOPPING_S = 5.0  # for jobs to be given back
-
-Ended = Callable[[], bool]
 
 
 def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics_port: int | None = None) -> None:
@@ -53,31 +51,25 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
         )
     if settings.solves < 1:
         raise InputError(f"solves = {settings.solves}: must be 1 or more")
-    ended = _ended_by_signal()
-    database = _opened(settings.database, ended)
+    came: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT of a background job: it stays ignored
+            signal.signal(number, lambda number, _frame: came.append(number))
+    database = _opened(settings.database, lambda: bool(came))
     if database is None:
         return
-    worker = make_worker(settings, database, ScheduleCache(settings, database), name)
+    worker = make_worker(settings, database, ServiceCache(settings, database), name)
     with closing(database), _answering(worker, metrics_host, metrics_port):
         worker.start()
         log.info("works", worker=name, solves=settings.solves, threads=settings.threads)
-        while not ended():
+        while not came:
             time.sleep(POLL_S)
         worker.stop(STOPPING_S)
     log.info("ended", worker=name)
 
 
-def _ended_by_signal() -> Ended:
-    """Tell whether a signal has come. An ignored one, such as SIGINT of a background job, stays ignored."""
-    came: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: came.append(number))
-    return lambda: bool(came)
-
-
-def _opened(url: str, ended: Ended) -> Database | None:
-    """Open the database as soon as it is there; None if the process is told to end first."""
+def _opened(url: str, ended: Callable[[], bool]) -> Database | None:
+    """Open the database as soon as it is there; None if the process has to end first."""
     while not ended():
         try:
             return Database(url)
@@ -87,10 +79,6 @@ def _opened(url: str, ended: Ended) -> Database | None:
         while not ended() and time.monotonic() < until:
             time.sleep(POLL_S)
     return None
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
 
 
 class _Quiet(WSGIRequestHandler):
@@ -111,14 +99,13 @@ def _answering(worker: Worker, host: str, port: int | None) -> Iterator[None]:
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
         if environ["PATH_INFO"] != "/healthz":
             return metrics(environ, start_response)
-        health = worker.health()
-        start_response(
-            "200 OK" if health["status"] == "ok" else "503 Service Unavailable", [("Content-Type", "application/json")]
-        )
+        health = worker.solves.health()
+        status = "200 OK" if health["status"] == "ok" else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "application/json")])
         return [json.dumps(health).encode()]
 
     try:
-        server = make_server(host, port, answer, _Server, _Quiet)
+        server = make_server(host, port, answer, ThreadingWSGIServer, _Quiet)
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"metrics_host = {host!r}, metrics_port = {port}: {why or error}") from None

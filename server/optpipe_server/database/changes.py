@@ -1,6 +1,6 @@
-"""Incumbents and bounds: append-only; among those of one problem each is better than the one before.
+"""Changes of a job that `jobs` and `searches` share, and what is refused, each with a sentence.
 
-`jobs` and `searches` use this.
+Incumbents and bounds are append-only; among those of one problem each is better than the one before.
 """
 
 from __future__ import annotations
@@ -16,11 +16,34 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.results import Result
 from optpipe_server.database.engine import now
-from optpipe_server.database.refusals import NO_JOB, MissingError
 from optpipe_server.database.tables import Level, Source, State, bounds, incumbents, jobs, log
 
 _NEW_LINE = insert(log).inline()  # does not return the number
 LONGEST_TEXT = 2000  # characters of a reason or a line of the log; some are what a solver wrote before it crashed
+CANCELLED = "the job was cancelled"
+CANCELLED_DETAIL = "The job is cancelled; submit the problem as another job."
+NO_JOB = "There is no such job."
+NO_INCUMBENT = "The job has no such incumbent."
+
+
+class MissingError(LookupError):
+    """There is no such job, or the job has no such incumbent."""
+
+
+class ConflictError(Exception):
+    """The request contradicts the state of the job; the message says how."""
+
+
+class KeyReusedError(Exception):
+    """The idempotency key was used with another body before."""
+
+
+class TooManyOpenError(Exception):
+    """As many jobs of the key are open as may be."""
+
+
+class StaleError(Exception):
+    """The job has changed since the version that the client knows."""
 
 
 def locked(db: Connection, job_id: str) -> Row[Any]:
@@ -46,7 +69,7 @@ def incumbent_values(result: Result, source: Source) -> dict[str, Any]:
 
 
 def append(db: Connection, job: Row[Any], result: Result, row: dict[str, Any], attempt: int) -> None:
-    """Store the result's schedule, given by its columns `row`, as the next incumbent of a job that this transaction
+    """Store the result's schedule, by its columns `row`, as the next incumbent of a job that this transaction
     holds.
 
     A schedule that is no better than the last one for the same problem is not stored: it may be the one that the search
@@ -72,8 +95,8 @@ def last_figures(db: Connection, job: Row[Any]) -> Any:
 
 
 def update_best(db: Connection, job: Row[Any], result: Result, **values: Any) -> None:
-    """Update what is known of the problem of a job that this transaction holds, and other columns. Keep a bound that is
-    higher than the last one."""
+    """Update status and bound of a job that this transaction holds, and other columns. Keep a bound that is higher than
+    the last one."""
     best = best_values(result, job.lower_bound_ms)
     update_job(db, job, **best, **values)
     bound, before = best["lower_bound_ms"], job.lower_bound_ms
@@ -97,9 +120,9 @@ def end_values(state: State, reason: str | None) -> dict[str, Any]:
 
 
 def best_values(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]:
-    """Return the columns that say what is known of a problem, by a result and by a former bound."""
-    told = [bound for bound in (result.lower_bound_ms, lower_bound_ms) if bound is not None]
-    result = replace(result, lower_bound_ms=max(told, default=None))
+    """Return the columns of a problem's best schedule and bound, by a result and by a former bound."""
+    bounds_ms = [bound for bound in (result.lower_bound_ms, lower_bound_ms) if bound is not None]
+    result = replace(result, lower_bound_ms=max(bounds_ms, default=None))
     return {"status": result.status, "lower_bound_ms": result.lower_bound_ms, "gap": result.gap}
 
 
