@@ -6,8 +6,8 @@ import { read } from "/page/picture/data.js";
  *   problem_version: number, found_at: string, url: string,
  *   adoption: {step: number, measured_iteration_ms: number | null, adopted_at: string} | null}} Incumbent
  * @typedef {{problem_version: number, lower_bound_ms: number, found_at: string}} Bound
- * @typedef {{id: string, version: number, state: string, key_name: string | null, reason: string | null, problem_name: string,
- *   problem_version: number, options: Record<string, any>, priority: number, status: string,
+ * @typedef {{id: string, version: number, state: string, key_name: string | null, reason: string | null,
+ *   problem_name: string, problem_version: number, options: Record<string, any>, priority: number, status: string,
  *   value_ms: number | null, lower_bound_ms: number | null, gap: number | null, attempt: number, created_at: string,
  *   started_at: string | null, ended_at: string | null, spent_s: number | null, url: string, best: any}} Job
  */
@@ -30,10 +30,10 @@ export class Away extends Error {}
 /** @type {(away: boolean) => void} */
 let connection = () => {};
 
-/** Tells whether the service answers, whenever a request has shown it.
- * @param {(away: boolean) => void} told */
-export function onConnection(told) {
-  connection = told;
+/** Calls back whether the service answers, whenever a request has shown it.
+ * @param {(away: boolean) => void} changed */
+export function onConnection(changed) {
+  connection = changed;
 }
 
 /** The reply to a request. Throws `Refused` for one that is an error, `Away` if there is none.
@@ -55,16 +55,8 @@ export async function ask(method, path, { body, text, headers = {}, signal } = {
   }
   connection(reply.status === 503 && method === "GET"); // a computation that it is too busy for has a reply of its own
   if (reply.ok || reply.status === 304) return reply;
-  throw new Refused(reply.status, await sentence(reply));
-}
-
-/** @param {Response} reply */
-async function sentence(reply) {
-  try {
-    return (await reply.json()).detail ?? reply.statusText;
-  } catch {
-    return reply.statusText || `status ${reply.status}`;
-  }
+  const document = await reply.json().catch(() => ({})); // of a proxy it may be a page
+  throw new Refused(reply.status, document.detail ?? (reply.statusText || `status ${reply.status}`));
 }
 
 /** @param {string} path @param {AbortSignal} [signal] @returns {Promise<any>} */

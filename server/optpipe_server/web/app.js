@@ -1,11 +1,10 @@
 // The page: which part of it the address names, whether the service answers, and the reader's key.
 import { button, element } from "/page/picture/panel.js";
 import { Refused, STORED_KEY, onConnection } from "./api.js";
-import { showDiagnose } from "./diagnose.js";
+import { showDiagnose, showSubmit } from "./files.js";
 import { showJob } from "./job.js";
 import { showJobs } from "./jobs.js";
 import { empty, field, link } from "./parts.js";
-import { showSubmit } from "./submit.js";
 import { showWorkbench } from "./workbench.js";
 
 const content = /** @type {HTMLElement} */ (document.getElementById("content"));
@@ -23,6 +22,15 @@ onConnection((away) => {
   document.body.dataset.connection = away ? "away" : "there";
 });
 
+/** By path: title, and what shows the page.
+ * @type {Record<string, [string, (place: HTMLElement, signal: AbortSignal, query: URLSearchParams) => unknown]>} */
+const PAGES = {
+  "/": ["Jobs", showJobs],
+  "/workbench": ["Workbench", showWorkbench],
+  "/diagnose": ["Diagnose a trace", showDiagnose],
+  "/submit": ["Submit a problem", showSubmit],
+};
+
 /** @type {AbortController | null} */
 let shown = null;
 
@@ -35,8 +43,8 @@ async function route() {
   const place = element("div", "page");
   content.replaceChildren(place);
   const job = /^\/jobs\/([0-9a-f]{32})$/.exec(path);
-  const names = { "": "Jobs", "/": "Jobs", "/workbench": "Workbench", "/diagnose": "Diagnose a trace", "/submit": "Submit a problem" };
-  document.title = `${job ? "Job" : (names[/** @type {never} */ (path)] ?? "Not found")} · OptPipe`;
+  const page = PAGES[path || "/"];
+  document.title = `${job ? "Job" : (page?.[0] ?? "Not found")} · OptPipe`;
   for (const each of document.querySelectorAll("nav a")) {
     const here = (each.getAttribute("href") ?? "").slice(1) === (job ? "/" : path || "/");
     if (here) each.setAttribute("aria-current", "page");
@@ -44,10 +52,7 @@ async function route() {
   }
   try {
     if (job) await showJob(place, job[1], new URLSearchParams(query).get("beside") ?? "", signal);
-    else if (path === "" || path === "/") await showJobs(place, signal);
-    else if (path === "/submit") showSubmit(place, signal);
-    else if (path === "/diagnose") showDiagnose(place, signal);
-    else if (path === "/workbench") await showWorkbench(place, new URLSearchParams(query), signal);
+    else if (page) await page[1](place, signal, new URLSearchParams(query));
     else place.replaceChildren(empty("There is no such page", "The address names none.", link("#/", "All jobs", "button")));
   } catch (error) {
     if (!signal.aborted) place.replaceChildren(failed(/** @type {Error} */ (error)));

@@ -36,6 +36,13 @@ export async function showJobs(place, signal) {
   const older = button("Show older jobs", () => ((pagesShown += 1), step()));
   const tools = element("div", "controls", field("Filter", filter), field("Order", order));
   place.replaceChildren(title("Jobs", together), tools, element("div", "with-side", list, aside));
+  const none = empty(
+    "No jobs yet",
+    "Submit a problem, and its first schedule is there at once; better ones follow while you watch. " +
+      "Or see in the workbench what the published schedules make of a pipeline.",
+    link("#/submit", "Submit a problem", "button primary"),
+    link("#/workbench", "Open the workbench", "button"),
+  );
   let known = "";
   let pagesShown = 1;
   const fillList = () => {
@@ -46,7 +53,7 @@ export async function showJobs(place, signal) {
     kept.sort(ORDERS[/** @type {keyof typeof ORDERS} */ (order.value)]);
     tools.hidden = !jobs.length;
     together.hidden = chosen.length < 2;
-    const nothing = jobs.length ? element("p", "quiet", "No job has all these words.") : none();
+    const nothing = jobs.length ? element("p", "quiet", "No job has all these words.") : none;
     const more = next ? [element("div", "actions", older)] : [];
     refill(list, kept.length ? jobTable(kept, apart(jobs), chosen, choose) : nothing, ...more);
   };
@@ -79,16 +86,6 @@ async function pages(count, signal) {
     next = found.next;
   }
   return { jobs, next };
-}
-
-function none() {
-  return empty(
-    "No jobs yet",
-    "Submit a problem, and its first schedule is there at once; better ones follow while you watch. " +
-      "Or see in the workbench what the published schedules make of a pipeline.",
-    link("#/submit", "Submit a problem", "button primary"),
-    link("#/workbench", "Open the workbench", "button"),
-  );
 }
 
 /** @param {Job[]} jobs @param {Map<string, string>} differences @param {string[]} chosen

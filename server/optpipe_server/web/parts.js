@@ -60,8 +60,8 @@ export function drop(label, attributes, take) {
 }
 
 /** @param {{value: string | number, min: number, max: number, step?: number | "any"}} of */
-export function number({ value, min, max, step = 1 }) {
-  return element("input", { type: "number", value, min, max, step });
+export function number(of) {
+  return element("input", { type: "number", step: 1, ...of });
 }
 
 /** @param {[string, string][]} options values and texts
@@ -105,18 +105,16 @@ export function apart(jobs) {
   return new Map(
     jobs.map((job) => {
       const named = jobs.filter((each) => nameOf(each) === nameOf(job));
-      const differs = (/** @type {string} */ key) => new Set(named.map(({ options }) => JSON.stringify(options[key]))).size > 1;
-      const told = Object.entries(job.options).filter(([key]) => differs(key)).map(([key, value]) => option(key, value));
-      return [job.id, [...told, job.id.slice(0, 8)].join(" · ")];
+      const words = [job.id.slice(0, 8)];
+      for (const [key, value] of Object.entries(job.options).reverse()) {
+        if (new Set(named.map(({ options }) => JSON.stringify(options[key]))).size === 1) continue;
+        if (key === "placements") words.unshift(value === "all" ? "any stages" : "stages as given");
+        else if (key === "time_limit_s") words.unshift(duration(value));
+        else words.unshift(typeof value === "string" ? value : `${key.replace(/_/g, " ")} ${value}`);
+      }
+      return [job.id, words.join(" · ")];
     }),
   );
-}
-
-/** @param {string} key @param {any} value */
-function option(key, value) {
-  if (key === "placements") return value === "all" ? "any stages" : "stages as given";
-  if (key === "time_limit_s") return duration(value);
-  return typeof value === "string" ? value : `${key.replace(/_/g, " ")} ${value}`;
 }
 
 /** @param {number} seconds */

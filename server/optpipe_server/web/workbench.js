@@ -1,28 +1,31 @@
 // A pipeline by sliders, without a job: what all published schedules make of it, side by side; one of them large, and
 // edited op by op. The address says all of it, so it can be shared.
 import { joined, pick, read } from "/page/picture/data.js";
-import { button, card, download, element, toggle } from "/page/picture/panel.js";
+import { button, card, download, element, fullest, toggle } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
+import { raster } from "/page/picture/shapes.js";
 import { onThemeChange } from "/page/picture/theme.js";
 import { ms, opName, percent, programsOf } from "/page/picture/words.js";
 import { follow, getFigure, pause, post } from "./api.js";
 import { after, edit, verdictOn } from "./edit.js";
 import { choice, fault, field, fill, link, notice, onlyLast, refill, title, trying } from "./parts.js";
-import { missing, sketches } from "./sketches.js";
 import { problemOf, sliderCard, SLIDERS, valuesOf } from "./sliders.js";
 /** @import { Move } from "./edit.js" */
-/** @import { Row } from "./sketches.js" */
 /** @import { Document, Schedule } from "/page/picture/data.js" */
 /** @import { Shown } from "/page/picture/picture.js" */
 
+/** @typedef {{method: string, fits: boolean, wrong: string[], drawn: number | null, placement: any}} Row */
+
+const [WIDTH, HEIGHT] = [300, 62]; // of a sketch
+const LONGEST = 1.5; // times the shortest: what is longer is cut off in a sketch
 const AFTER_MS = 120; // without another movement of a slider
 const HELD_MS = 60; // of an op that is held
 const SEARCH_S = 10;
 const SEARCHED = "the search";
 const MOST_FORWARDS = 512; // stages times micro-batches
 
-/** @param {HTMLElement} place @param {URLSearchParams} query @param {AbortSignal} signal */
-export async function showWorkbench(place, query, signal) {
+/** @param {HTMLElement} place @param {AbortSignal} signal @param {URLSearchParams} query */
+export async function showWorkbench(place, signal, query) {
   const values = valuesOf(query);
   let own = query.get("stages") !== "given"; // whether each schedule has the stages that it is for
   let method = query.get("method") ?? "";
@@ -283,4 +286,41 @@ export async function showWorkbench(place, query, signal) {
   }
 
   await refresh();
+}
+
+/** @param {Row[]} rows @param {Document} found @param {string} chosen @param {(method: string) => void} choose */
+function sketches(rows, found, chosen, choose) {
+  const drawn = rows.filter(({ drawn }) => drawn !== null);
+  const times = drawn.map(({ drawn }) => found.schedules[/** @type {number} */ (drawn)].makespan_ms);
+  const latest = Math.min(Math.max(...times, 1e-9), LONGEST * Math.min(...times));
+  const made = element("div", { class: "sketches", role: "group", "aria-label": "Schedules" });
+  const shortest = drawn.find(({ fits }) => fits);
+  for (const row of drawn) {
+    const schedule = found.schedules[/** @type {number} */ (row.drawn)];
+    const best = row === shortest;
+    const dense = Math.min(2, window.devicePixelRatio || 1);
+    const image = element("img", { src: raster(schedule, [0, latest], WIDTH * dense, HEIGHT * dense), alt: "" });
+    const stages = row.placement ? " · other stages" : "";
+    const more = `${row.fits ? `bubble ${percent(schedule.bubble)}` : "does not fit"} · ${percent(fullest(schedule))} of the memory`;
+    const each = button("", () => choose(row.method), `sketch ${row.fits ? "" : "over"} ${best ? "best" : ""}`);
+    each.replaceChildren(
+      element("span", "head", element("strong", "", row.method), element("b", "", ms(schedule.makespan_ms))),
+      image,
+      element("small", "", `${more}${stages}${best ? " · shortest that fits" : ""}`),
+    );
+    each.dataset.focus = row.method;
+    each.setAttribute("aria-pressed", String(row.method === chosen));
+    made.append(each);
+  }
+  return made;
+}
+
+/** The methods that have no schedule here, with the reasons.
+ * @param {Row[]} rows */
+function missing(rows) {
+  const none = rows.filter(({ drawn }) => drawn === null);
+  if (!none.length) return [];
+  const list = none.map(({ method, wrong }) => element("li", "", element("b", "", method), ` ${wrong[0]}`));
+  const summary = element("summary", "", `${none.length} do not apply to these stages`);
+  return [element("details", "", summary, element("ul", "missing", ...list))];
 }

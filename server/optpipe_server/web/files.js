@@ -1,9 +1,9 @@
-// A trace of a training that is dropped here: what it loses, and what to change.
+// Pages that take files: a problem that becomes a job, and a trace of a training: what it loses, and what to change.
 import { read } from "/page/picture/data.js";
 import { showDiagnosis } from "/page/picture/diagnosis.js";
 import { button, card, element } from "/page/picture/panel.js";
 import { bytes } from "/page/picture/words.js";
-import { ask } from "./api.js";
+import { ask, post } from "./api.js";
 import { choice, drop, field, notice, number, onlyLast, title, trying } from "./parts.js";
 /** @import { Shown } from "/page/picture/picture.js" */
 
@@ -85,4 +85,56 @@ async function archive(files) {
     return [head, file, new Uint8Array(-file.size & 511)];
   });
   return new Blob([...parts, new Uint8Array(1024)]);
+}
+
+/** @param {HTMLElement} place @param {AbortSignal} signal */
+export function showSubmit(place, signal) {
+  const limit = number({ value: 60, min: 1, max: 3600 });
+  const lengths = { makespan: "the whole iteration", span: "the busiest device" };
+  const objective = choice(Object.entries(lengths), "makespan");
+  const changeable = { layers: "the stages, where layers are known", keep: "nothing", all: "the stages" };
+  const stages = choice(Object.entries(changeable), "layers");
+  const told = element("div", "");
+  const submit = async () => {
+    const free = problem.layers?.length ? "all" : "keep";
+    const placements = stages.value === "layers" ? free : stages.value;
+    const options = { time_limit_s: Number(limit.value), objective: objective.value, placements };
+    const job = await post("/v1/jobs", { problem, ...options }, signal);
+    location.hash = `#/jobs/${job.id}`;
+  };
+
+  /** @type {any} */
+  let problem = null;
+  const about = element("p", "quiet", "A problem as optpipe profile, optpipe model or optpipe problem from write it.");
+  const go = button("Submit the file", () => trying(told, submit), "primary");
+  go.disabled = true;
+  const take = (/** @type {File[]} */ [file]) =>
+    trying(told, async () => {
+      go.disabled = true;
+      if (!file) return;
+      problem = problemIn(await file.text(), file.name);
+      about.textContent = `${problem.name || file.name}: ${problem.devices?.length} devices, ${problem.stages?.length} stages, ${problem.microbatches} micro-batches`;
+      go.disabled = false;
+    });
+  const file = drop("Choose a file, or drop it here", { accept: ".json,application/json" }, take);
+  const fields = [field("Time limit in s", limit), field("What is to be short", objective), field("May be changed", stages)];
+  const how = card("How it is searched", element("div", "controls", ...fields));
+  const from = card("Problem", file, about, element("div", "actions", go));
+  place.replaceChildren(title("Submit a problem"), told, element("div", "cards", from, how));
+  place.dataset.drawn = "true";
+}
+
+/** The problem in a file: itself, or that of a schedule or a submission.
+ * @param {string} text @param {string} name */
+function problemIn(text, name) {
+  let problem;
+  try {
+    problem = JSON.parse(text);
+  } catch {
+    throw new Error(`${name} is not JSON; expected a problem file.`);
+  }
+  problem = problem?.problem ?? problem;
+  if (typeof problem !== "object" || problem === null || !("stages" in problem))
+    throw new Error(`${name} has no stages; expected a problem file.`);
+  return problem;
 }
