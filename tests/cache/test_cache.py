@@ -17,8 +17,8 @@ from optpipe.reuse import by_rules
 from optpipe.schedule import check
 from optpipe_cache import Cache, Retention, default_path, distance, features, lookup, storage, structure
 from optpipe_server.database import Database
-from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.tables import schedules
+from optpipe_server.service_cache import TableStorage
 
 Spoil = Callable[[str, str | bytes], None]
 

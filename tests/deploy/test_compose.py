@@ -1,12 +1,17 @@
-"""Rules for docker-compose.yml and the Dockerfile. `make containers` builds the image and starts it."""
+"""Rules for docker-compose.yml, the Dockerfile and deploy/kubernetes. `make containers` starts them."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.deploy.deployment import (
     COMPOSE,
     COMPOSE_TEXT,
@@ -18,7 +23,6 @@ from support.deploy.deployment import (
     image_environment,
     image_packages,
     instructions,
-    interpolated,
 )
 from support.packages import with_what_they_need
 
@@ -28,32 +32,23 @@ def service(request: pytest.FixtureRequest) -> dict[str, Any]:
     return SERVICES[request.param]
 
 
-def test_no_container_runs_as_root(service: dict[str, Any]) -> None:
+def test_a_container_has_few_rights_limits_and_a_health_check(service: dict[str, Any]) -> None:
     user, group = map(int, service["user"].split(":"))
     assert min(user, group) > 0
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not service.keys() & {"privileged", "cap_add", "network_mode", "pid", "ipc", "devices"}
     assert "docker.sock" not in str(service)
-
-
-def test_file_systems_are_read_only_except_volumes_and_tmpfs(service: dict[str, Any]) -> None:
     assert service["read_only"] is True
     assert all(path.partition(":")[0] in ("/tmp", "/var/run/postgresql") for path in service["tmpfs"])
     for volume in service.get("volumes", []):
         source, _target, *mode = volume.split(":")
         assert source in COMPOSE["volumes"] or (mode == ["ro"] and (ROOT / source).is_file())
-
-
-def test_every_container_has_limits(service: dict[str, Any]) -> None:
     limits = service["deploy"]["resources"]["limits"]
     assert float(limits["cpus"]) > 0
     assert re.fullmatch(r"\d+[mg]", limits["memory"])
     assert limits["pids"] > 0
     assert service["logging"]["options"].keys() == {"max-size", "max-file"}
-
-
-def test_every_container_has_a_health_check_and_restarts(service: dict[str, Any]) -> None:
     check = service["healthcheck"]
     assert check["test"][0] == "CMD"
     assert {"interval", "timeout", "start_period"} <= check.keys()
@@ -73,21 +68,18 @@ def test_passwords_come_from_files_that_are_nowhere_in_the_repository(service: d
     assert "/deploy/secrets/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
-def test_only_the_address_comes_from_the_environment() -> None:
+def test_what_is_published_and_which_network_is_whose() -> None:
     assert re.findall(r"\$\{?(\w+)", COMPOSE_TEXT) == ["OPTPIPE_ADDRESS"]
-
-
-def test_only_the_api_and_prometheus_are_published_and_on_this_machine() -> None:
-    published = {name: [interpolated(port) for port in service.get("ports", [])] for name, service in SERVICES.items()}
+    published = {
+        name: [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", port) for port in service.get("ports", [])]
+        for name, service in SERVICES.items()
+    }
     assert published == {
         "api": ["127.0.0.1:8000:8000"],
         "worker": [],
         "postgres": [],
         "prometheus": ["127.0.0.1:9090:9090"],
     }
-
-
-def test_the_database_is_in_an_internal_network() -> None:
     assert SERVICES["postgres"]["networks"] == ["database"]
     assert COMPOSE["networks"]["database"] == {"internal": True}
     assert "database" not in SERVICES["prometheus"]["networks"]
@@ -106,10 +98,8 @@ def test_prometheus_scrapes_existing_ports(scraped: dict[str, Any]) -> None:
     assert targets == [f"{name}:{listens}"]
     assert set(SERVICES[name]["networks"]) & set(SERVICES["prometheus"]["networks"])
     if name == "api":
-        assert (
-            scraped["authorization"]["credentials_file"].removeprefix("/run/secrets/")
-            in SERVICES["prometheus"]["secrets"]
-        )
+        file = scraped["authorization"]["credentials_file"]
+        assert file.removeprefix("/run/secrets/") in SERVICES["prometheus"]["secrets"]
 
 
 def test_the_image_runs_as_the_user_of_the_compose_file_and_writes_below_tmp() -> None:
@@ -140,3 +130,78 @@ def test_the_image_has_no_torch() -> None:
     assert {"fastapi", "psycopg", "sqlalchemy", "ortools", "numba"} <= image_packages()
     assert "torch" in with_what_they_need("optpipe[runtime]")  # what would be found
     assert [package for package in image_packages() if re.match("torch|nvidia|triton|pixeltable", package)] == []
+
+
+FOLDER = ROOT / "deploy" / "kubernetes"
+VALIDATOR = "kubernetes-validate==1.37.0"  # with the schemas: 72 MB, so it is no requirement of ours
+
+
+def pod(name: str) -> dict[str, Any]:
+    """The pod of a Deployment."""
+    objects = list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
+    (deployment,) = (each for each in objects if each["kind"] == "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels
+    found: dict[str, Any] = deployment["spec"]["template"]["spec"]
+    return found
+
+
+def test_kustomize_takes_every_file() -> None:
+    listed = yaml.safe_load((FOLDER / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
+    assert sorted(listed) == sorted(path.name for path in FOLDER.iterdir() if path.name != "kustomization.yaml")
+
+
+def test_the_schemas_of_kubernetes_take_every_object(tmp_path: Path) -> None:
+    """As files, and as kustomize builds them where kubectl is there. A field that does not exist is refused."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "tools"], check=True)
+    programs = tmp_path / "tools" / "bin"
+    subprocess.run([programs / "pip", "install", "--quiet", VALIDATOR], check=True)
+    files = [FOLDER / f"{name}.yaml" for name in OURS]
+    if shutil.which("kubectl"):
+        built = tmp_path / "built.yaml"
+        built.write_bytes(subprocess.run(["kubectl", "kustomize", FOLDER], capture_output=True, check=True).stdout)
+        files.append(built)
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(files[0].read_text().replace("readOnlyRootFilesystem", "readOnlyFilesystem"))
+
+    def validated(*paths: Path) -> tuple[int, str]:
+        command = [programs / "kubernetes-validate", "--strict", *paths]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    status, told = validated(*files)
+    assert status == 0, told
+    assert told.count(" passed ") == 3 * (len(files) - 1)  # two Deployments and a Service
+    status, told = validated(wrong)
+    assert status != 0
+    assert "readOnlyFilesystem" in told
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_it_runs_the_commands_of_compose(name: str) -> None:
+    """With the same limits, and probes on the port and path that compose asks."""
+    (container,), service = pod(name)["containers"], SERVICES[name]
+    assert container["args"] == service["command"]
+    limits = service["deploy"]["resources"]["limits"]
+    assert container["resources"]["limits"] == {"cpu": limits["cpus"], "memory": limits["memory"].replace("g", "Gi")}
+    (port,) = container["ports"]
+    path = container["readinessProbe"]["httpGet"]["path"]
+    assert f":{port['containerPort']}{path}'" in service["healthcheck"]["test"][-1]
+    (variable,) = container["env"]
+    assert variable["name"] in service["environment"]
+    assert set(variable["valueFrom"]) == {"secretKeyRef"}  # the URL has a password
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_container_can_become_root_or_write(name: str) -> None:
+    found = pod(name)
+    assert found["securityContext"]["runAsNonRoot"] is True
+    assert f"{found['securityContext']['runAsUser']}:{found['securityContext']['runAsGroup']}" == SERVICES[name]["user"]
+    assert found["automountServiceAccountToken"] is False
+    (container,) = found["containers"]
+    assert container["securityContext"] == {
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/tmp"]

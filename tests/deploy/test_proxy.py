@@ -15,7 +15,7 @@ import pytest
 from support.deploy.deployment import ROOT
 from support.ports import free_port
 from support.service import client_at, events, fake_service
-from support.service.requests import PROBLEM
+from support.service.rest import PROBLEM
 from support.until import until
 
 from optpipe_server.database.keys import SCOPES

@@ -21,10 +21,11 @@ from support.ports import free_port
 
 from optpipe_cache.cache import KEPT
 from optpipe_server import Settings, accepted
-from optpipe_server.database import job_queries
-from optpipe_server.http import app, bodies, jobs, results, server, tools
+from optpipe_server.database.jobs import MOST_LISTED
+from optpipe_server.http import app, jobs, results, schemas, server, tools
 from optpipe_server.metrics import REGISTRY
-from optpipe_server.pool import pool, schedules
+from optpipe_server.pool import pool
+from optpipe_server.pool.schedules import MOST_OPS
 
 PAGE = (DOCS / "service.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(sh[a-z-]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -134,16 +135,16 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "time for a body to arrive": f"{app.ARRIVES_S:g} s",
         "stages, micro-batches": f"{accepted.MOST_STAGES}, {accepted.MOST_MICROBATCHES}, {accepted.MOST_STAGES}",
         "parts of activations": f"{accepted.MOST_PARTS:,}; of `/workbench` {tools.MOST_PARTS:,}",
-        "time_limit_s": f"{bodies.LONGEST_SOLVE_S:g} s",
+        "time_limit_s": f"{schemas.LONGEST_SOLVE_S:g} s",
         "open jobs of a key": f"{settings.open_jobs} (",
         "event streams of one process": f"{settings.streams} (",
         "requests that wait for": f"{pool.MOST_WAITING}",
         "large problems": f"for {settings.first_schedule_s:g} s starts",
         "schedules in the cache": f"{KEPT.keep:,}, ",
         "/workbench`: stages": f"{tools.MOST_FORWARDS}",
-        "/workbench`: ops": f"{schedules.MOST_OPS:,}",
+        "/workbench`: ops": f"{MOST_OPS:,}",
         "other connections": f"{server.OTHERS}",
-        "jobs in one page": f"{job_queries.MOST_LISTED}",
+        "jobs in one page": f"{MOST_LISTED}",
         "wait": f"{jobs.LONGEST_WAIT_S} s",
         "lines in one page": f"{results.MOST_LINES}",
         "ops in `/trace`": f"{results.MOST_DRAWN:,}",

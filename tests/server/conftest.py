@@ -10,9 +10,11 @@ import httpx
 import pytest
 from support.service import client_at, client_of, fake_service, settings_in, use_fake_solver
 from support.service.postgres import database_of
+from support.service.work import Work
 
 from optpipe_cache import Retention
 from optpipe_server import Settings
+from optpipe_server.database import Database
 from optpipe_server.database.keys import SCOPES
 from optpipe_server.http.server import Server
 from optpipe_server.work import solve
@@ -35,6 +37,20 @@ def settings(tmp_path: Path, database_url: str) -> Settings:
 @pytest.fixture
 def fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_solver(monkeypatch)
+
+
+@pytest.fixture
+def work(database: Database, tmp_path: Path) -> Work:
+    """Workers with a fake solver on each database."""
+    return Work(database, tmp_path)
+
+
+@pytest.fixture
+def local(sqlite_url: str, tmp_path: Path) -> Iterator[Work]:
+    """On SQLite only, for tests that do not depend on the database."""
+    database = Database(sqlite_url)
+    yield Work(database, tmp_path)
+    database.close()
 
 
 @pytest.fixture

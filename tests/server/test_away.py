@@ -17,10 +17,8 @@ from support.service import client_of, events, settings_in
 from support.service.postgres import Postgres
 from support.service.rest import submit
 from support.service.serve_process import serve_process
+from support.until import until
 
-from optpipe_server.database import Database
-
-BACK_S = 60.0  # the longest that the service may need, once the database answers
 ENDS_S = 60.0  # what the end of a service may take
 BODY = {"problem": chain().to_dict(), "method": "infeasible"}
 
@@ -38,13 +36,13 @@ def server() -> Any:
 
 def until_taken(client: httpx.Client) -> str:
     """Wait until a job is accepted; return its id."""
-    until = time.monotonic() + BACK_S
-    while (reply := client.post("/v1/jobs", json=BODY)).status_code != 201:
-        assert reply.status_code == 503, reply.text
-        assert time.monotonic() < until, reply.text
-        time.sleep(0.05)
-    job: str = reply.json()["id"]
-    return job
+
+    def taken() -> str | None:
+        reply = client.post("/v1/jobs", json=BODY)
+        assert reply.status_code in (201, 503), reply.text
+        return reply.json()["id"] if reply.status_code == 201 else None
+
+    return until(taken)
 
 
 def is_refusal(reply: httpx.Response) -> None:
@@ -77,9 +75,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 
 
 def test_a_database_that_is_read_only(server: Postgres, tmp_path: Path, fake_solver: None) -> None:
-    url = server.url("service")
-    Database(url).close()
-    with client_of(settings_in(tmp_path, url)) as (client, _):
+    with client_of(settings_in(tmp_path, server.url("service"))) as (client, _):
         taken = {until_taken(client)}
         server.run("alter database service set default_transaction_read_only = on")
         server.stop()  # as a server that comes back as the copy of another
@@ -93,9 +89,7 @@ def test_a_database_that_is_read_only(server: Postgres, tmp_path: Path, fake_sol
 
 
 def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Path) -> None:
-    url = server.url("service")
-    Database(url).close()
-    with serve_process(tmp_path, url) as (process, client):
+    with serve_process(tmp_path, server.url("service")) as (process, client):
         job = submit(client, method="hang")
         with client.stream("GET", f"{job['url']}/events") as response:
             assert next(events(response))["id"] == "1"
@@ -106,9 +100,7 @@ def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Pa
 
 
 def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: None) -> None:
-    url = server.url("service")
-    Database(url).close()
-    with client_of(settings_in(tmp_path, url)) as (client, _):
+    with client_of(settings_in(tmp_path, server.url("service"))) as (client, _):
         job = submit(client, method="hang")
         seen: list[dict[str, Any]] = []
 
@@ -118,8 +110,7 @@ def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: Non
 
         follower = threading.Thread(target=follow)
         follower.start()
-        while not seen:
-            time.sleep(0.01)
+        until(lambda: seen)
         server.stop(signal.SIGQUIT)
         body = {"problem": job["best"]["schedule"]["problem"], "method": "infeasible"}
         for method, path, content in (
@@ -132,20 +123,12 @@ def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: Non
             ("DELETE", job["url"], None),
             ("GET", "/readyz", None),
         ):
-            reply = client.request(method, path, json=content)
-            assert reply.status_code == 503, (method, path, reply.text)
-            assert reply.headers["content-type"] == "application/problem+json"
-            assert int(reply.headers["retry-after"]) > 0
+            is_refusal(client.request(method, path, json=content))
         assert client.get("/healthz").status_code == 200
         assert follower.is_alive(), "who follows a job need not come again"
         server.start()
-        until = time.monotonic() + BACK_S
-        while (reply := client.get("/readyz")).status_code != 200:
-            assert time.monotonic() < until, reply.text
-            time.sleep(0.05)
-        assert [one["id"] for one in client.get("/v1/jobs").json()["jobs"]] == [job["id"]], (
-            "what was refused was not stored"
-        )
+        until(lambda: client.get("/readyz").status_code == 200)
+        assert listed(client) == {job["id"]}, "what was refused was not stored"
         submit(client, method="infeasible")
         client.post(f"{job['url']}/cancel")
         follower.join(60)

@@ -23,9 +23,8 @@ from optpipe_server.http.job_updates import Topic, events_of
 
 
 def follow(client: httpx.Client, job: dict[str, Any], last: str | None = None) -> list[dict[str, Any]]:
-    with client.stream(
-        "GET", f"{job['url']}/events", headers={} if last is None else {"Last-Event-ID": last}
-    ) as response:
+    headers = {} if last is None else {"Last-Event-ID": last}
+    with client.stream("GET", f"{job['url']}/events", headers=headers) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         return list(events(response))
@@ -34,11 +33,7 @@ def follow(client: httpx.Client, job: dict[str, Any], last: str | None = None) -
 def test_incumbents_come_as_they_are_found_and_end_is_last(client: httpx.Client) -> None:
     job = submit(client, method="slow")
     seen = follow(client, job)
-    assert [(event["event"], event.get("id")) for event in seen] == [
-        ("incumbent", "1"),
-        ("incumbent", "2"),
-        ("end", "2"),
-    ]
+    assert [(each["event"], each["id"]) for each in seen] == [("incumbent", "1"), ("incumbent", "2"), ("end", "2")]
     first, second, end = (json.loads(event["data"]) for event in seen)
     assert client.get(second["url"]).json()["schedule"]["makespan_ms"] == second["makespan_ms"] < first["makespan_ms"]
     assert "schedule" not in second, "an event is small"
@@ -111,10 +106,8 @@ def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings,
         server.should_exit = True
         waiting.join(60)
         assert not waiting.is_alive()
-    assert (replies[0].status_code, replies[0].json()["best"]) == (201, None), (
-        "it is stored, and searched when the service is back"
-    )
-    with client_of(settings) as (client, _):
+    assert (replies[0].status_code, replies[0].json()["best"]) == (201, None)
+    with client_of(settings) as (client, _):  # it is stored, and searched when the service is back
         assert until_over(client, replies[0].json())["best"]["method"] == "gpipe"
 
 

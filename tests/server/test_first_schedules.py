@@ -28,7 +28,7 @@ from optpipe_server.database import Database, InitialResult
 from optpipe_server.database.tables import Source
 from optpipe_server.first_schedules import FirstSchedules
 from optpipe_server.pool import BusyError, Pool
-from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
 from optpipe_solver.bounds.least_memory import infeasibility
 
@@ -44,7 +44,7 @@ class View:
         self._module = module
         settings = Settings(f"sqlite:///{folder / 'jobs.sqlite'}", folder / "cache.sqlite", pack=None)
         self.run, self._database = runner.run, Database(settings.database)
-        self.cached = ScheduleCache(settings, self._database)
+        self.cached = ServiceCache(settings, self._database)
         self.run(self._open())
 
     async def _open(self) -> None:

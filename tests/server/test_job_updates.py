@@ -1,5 +1,4 @@
-"""Many clients follow a job: each sees every incumbent once, whatever happens to its connection, and one query serves
-all."""
+"""Many clients follow jobs: each sees every incumbent once, whatever happens to its connection; one query for all."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import httpx
 import pytest
 from support.fakes.solver import together
-from support.problems.chain import chain
-from support.service import client_at, running, settings_in
+from support.problems.chain import chain, gpipe
+from support.service import client_at, client_of, events, running, settings_in
 from support.service.rest import submit
 
 from optpipe.results import Result
 from optpipe.schedule import Schedule
+from optpipe_server import Settings
 from optpipe_server.database import Database
 from optpipe_server.database.searches import Searches
 from optpipe_server.http.job_updates import POLL_S
@@ -124,3 +125,28 @@ def test_a_subscriber_waits_for_a_topic_that_is_too_old(api: Shared) -> None:
                     job["url"], params={"wait": 0.01}, headers={"If-None-Match": extended.headers["etag"]}
                 )
                 assert known.status_code == 304
+
+
+JOBS = 8
+
+
+def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_solver: None) -> None:
+    problems = [chain(m=1 + n % 3, memory=3, forward=1.0 + n) for n in range(JOBS)]
+    with client_of(replace(settings, solves=2, first_schedule_s=60.0)) as (client, server):
+
+        def one(n: int) -> tuple[dict[str, object], list[int]]:
+            job = client.post("/v1/jobs", json={"problem": problems[n].to_dict(), "method": "plain"}).json()
+            assert job["best"]["schedule"]["problem"] == problems[n].to_dict()
+            with client.stream("GET", f"{job['url']}/events") as response:
+                *found, end = list(events(response))
+            return json.loads(end["data"]), [int(event["id"]) for event in found]
+
+        with ThreadPoolExecutor(JOBS) as pool:
+            ends = list(pool.map(one, range(JOBS)))
+        for problem, (end, seqs) in zip(problems, ends, strict=True):
+            assert end["state"] == "done"
+            assert end["problem_sha256"] == problem.sha256
+            assert seqs == list(range(1, len(seqs) + 1))
+            best = client.get(f"{end['url']}/incumbents/best").json()
+            assert best["makespan_ms"] == gpipe(problem).makespan_ms
+        assert server.service.job_updates._topics == {}

@@ -1,20 +1,104 @@
-"""The service's page in a real browser: the list of jobs, and one job as it goes on."""
+"""The service's page in a real browser: all of its parts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from support.browser import browser
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from support.browser import browser, watched
+from support.ports import free_port
 from support.problems.chain import chain
+from support.service import client_at
 from support.service.rest import submit, until_over
-from support.service.visitor import MISSING, Service, Visitor, page_of_module, serious, service, visitor
+from support.service.serve_process import serve_process
 
+from optpipe.model.problem import Problem
 from optpipe.schedule import ScheduleFile, timed_ops
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
+from optpipe_solver import systems
 
-__all__ = ["browser", "page_of_module", "service", "visitor"]  # fixtures
+__all__ = ["browser"]  # a fixture
+
+MISSING = "Failed to load resource"  # what the console says of a reply that is an error
+
+
+class Service:
+    """A server on a port that it keeps when it is started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self.folder = free_port(), folder
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = client_at(self.url)
+        self._stack = ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        self._stack.enter_context(serve_process(self.folder, port=self.port))
+
+    def kill(self) -> None:
+        self._stack.close()
+
+
+class Visitor:
+    """A page of the service in a browser. `problems` are what its console says, and requests to others."""
+
+    def __init__(self, browser: Any, service: Service) -> None:
+        self.service = service
+        self.page = browser.new_page(viewport={"width": 1400, "height": 950})
+        self.page.set_default_timeout(100_000)  # ms; on a busy machine
+        self.problems = watched(self.page, service.url, "blob:")
+
+    def go(self, path: str, drawn: str) -> Any:
+        """Open a part of the page; return it once something is there."""
+        self.page.goto(f"{self.service.url}/#{path}")
+        self.page.wait_for_selector(drawn)
+        return self.page
+
+    def text(self, selector: str) -> list[str]:
+        return list(self.page.locator(selector).all_inner_texts())
+
+    def expected(self, prefix: str) -> None:
+        """Forget what the console said of errors that were provoked."""
+        self.problems[:] = [each for each in self.problems if prefix not in each]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service(tmp_path_factory.mktemp("service"))
+    yield service
+    service.client.close()
+    service.kill()
+
+
+@pytest.fixture(scope="module")
+def page_of_module(browser: Any, service: Service) -> Iterator[Visitor]:
+    visitor = Visitor(browser, service)
+    yield visitor
+    visitor.page.close()
+
+
+@pytest.fixture
+def visitor(page_of_module: Visitor) -> Iterator[Visitor]:
+    yield page_of_module
+    assert page_of_module.problems == []
+
+
+def serious(page: Any) -> list[tuple[str, str]]:
+    """What axe finds that keeps people out."""
+    found = Axe().run(page).response["violations"]
+    return [
+        (each["id"], node["html"][:200])
+        for each in found
+        if each["impact"] in ("serious", "critical")
+        for node in each["nodes"]
+    ]
+
 
 HOSTILE = "<img src=x onerror=alert(1)> \u202e& co"
 DRAWN = """() => {
@@ -45,9 +129,9 @@ def test_incumbents_are_painted_as_they_come_and_bars_are_the_apis(service: Serv
     drawn = page.evaluate(DRAWN)
     schedule = ScheduleFile.model_validate(over["best"]["schedule"]).schedule()
     assert drawn["seq"] == str(last)
-    assert sorted(map(tuple, drawn["boxes"])) == sorted(
-        (op["start_ms"], op["end_ms"], schedule.problem.stages[op["stage"]].device) for op in timed_ops(schedule)
-    )
+    stages = schedule.problem.stages
+    boxes = [(op["start_ms"], op["end_ms"], stages[op["stage"]].device) for op in timed_ops(schedule)]
+    assert sorted(map(tuple, drawn["boxes"])) == sorted(boxes)
     listed = service.client.get(f"{job['url']}/incumbents").json()["incumbents"]
     assert visitor.text(".cards td:first-child button") == [f"#{each['seq']}" for each in reversed(listed)]
     lines = service.client.get(f"{job['url']}/log").json()["lines"]
@@ -85,9 +169,8 @@ def test_the_list_is_filtered_and_sorted_and_two_jobs_stand_side_by_side(service
     page.wait_for_function("() => document.querySelectorAll('table.jobs a.job').length === 3")
     assert visitor.text("a.job") == ["of 3", "of 3", "of 9"]
     apart = visitor.text("table.jobs small")
-    assert sorted(apart) == sorted(
-        [f"makespan · {jobs[1]['id'][:8]}", f"span · {jobs[2]['id'][:8]}", jobs[0]["id"][:8]]
-    )
+    ids = [job["id"][:8] for job in jobs]
+    assert sorted(apart) == sorted([ids[0], f"makespan · {ids[1]}", f"span · {ids[2]}"])
     assert serious(page) == []
     page.get_by_label("Choose of 9").check()
     page.get_by_label("Choose of 3").first.check()
@@ -130,6 +213,104 @@ def test_a_job_is_given_more_time_cancelled_and_deleted_and_its_name_stays_text(
     visitor.expected(MISSING)
 
 
+def test_a_problem_is_submitted_from_a_file(service: Service, visitor: Visitor, tmp_path: Path) -> None:
+    page = visitor.go("/submit", ".drop")
+    assert serious(page) == []
+    wrong, right = tmp_path / "wrong.json", tmp_path / "right.json"
+    wrong.write_text('{"stages"')
+    right.write_text(json.dumps(chain().to_dict() | {"name": "from a file"}))
+    page.set_input_files("input[type=file]", str(wrong))
+    page.wait_for_selector(".notice.wrong")
+    assert visitor.text(".notice.wrong") == ["wrong.json is not JSON; expected a problem file."]
+    page.set_input_files("input[type=file]", str(right))
+    page.get_by_role("button", name="Submit the file").click()
+    page.wait_for_selector("[data-seq]")
+    assert visitor.text("h1") == ["from a file"]
+
+
+SMALL = "p=2&m=4&k=3&mem=100&p2p=0&stages=given"
+
+
+def test_the_workbench_shows_every_schedule_and_what_a_moved_op_breaks(service: Service, visitor: Visitor) -> None:
+    page = visitor.go(f"/workbench?{SMALL}&method=1f1b", ".sketch")
+    page.wait_for_selector("[data-method='1f1b'][data-drawn]")
+    problem = page.evaluate(
+        "async () => { const {problemOf} = await import('/page/sliders.js'); return problemOf("
+        "{p: 2, m: 4, v: 1, f: 10, b: 10, w: 8, mem: 100, k: 3, p2p: 0}); }"
+    )
+    asked = service.client.post("/v1/workbench", json={"problem": problem}).json()
+    sketched = dict(zip(visitor.text(".sketch strong"), visitor.text(".sketch b"), strict=True))
+    drawn = {
+        row["method"]: asked["figure"]["schedules"][row["drawn"]] for row in asked["rows"] if row["drawn"] is not None
+    }
+    assert sketched == {method: f"{schedule['makespan_ms']:g} ms" for method, schedule in drawn.items()}
+    assert drawn["1f1b"]["makespan_ms"] == systems.generate("1f1b", Problem.from_dict(problem)).makespan_ms
+    assert serious(page) == []
+
+    # Device 0 runs F0 F1 BW0 ...: BW0 before F1 is longer, before F0 it waits for its own forward.
+    page.get_by_role("button", name="Edit").click()
+    page.wait_for_selector(".verdict .good")
+    box = page.locator(".plot").bounding_box()
+    begin, end = page.evaluate("""() => { const {data, layout} = document.querySelector('.plot');
+      return [layout.xaxis.range[1], layout.width]; }""")
+    scale = (end - 64 - 14) / begin
+    at = lambda time: (box["x"] + 64 + scale * time, box["y"] + 26 + 20)  # noqa: E731
+    bw0 = 38.0 + 5
+    page.mouse.move(*at(bw0))
+    page.mouse.down()
+    page.mouse.move(*at(12), steps=4)
+    page.wait_for_selector(".dragged")
+    page.mouse.move(*at(1), steps=4)
+    page.wait_for_selector(".verdict .wrong")  # while it is held
+    page.mouse.up()
+    page.wait_for_selector("[data-edits='1']")
+    told = visitor.text(".verdict li")
+    assert told
+    assert "moves=" in page.url
+
+    shared = visitor.page.context.browser.new_page()
+    shared.goto(page.url)
+    shared.wait_for_selector("[data-edits='1'] .verdict .wrong")
+    assert shared.locator(".verdict li").all_inner_texts() == told
+    shared.close()
+
+    page.get_by_role("button", name="Undo").click()
+    page.wait_for_selector("[data-edits='0'] .verdict .good")
+
+    finger = page.context.new_cdp_session(page)
+    finger.send("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    for kind, time in (("touchStart", bw0), ("touchMove", 30), ("touchMove", 1), ("touchEnd", None)):
+        points = [] if time is None else [dict(zip("xy", at(time), strict=True))]
+        finger.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    page.wait_for_selector("[data-edits='1'] .verdict .wrong")
+    assert visitor.text(".verdict li") == told
+    finger.detach()
+
+
+def test_a_trace_is_diagnosed_in_place(visitor: Visitor) -> None:
+    page = visitor.go("/diagnose", ".drop")
+    page.get_by_label("Search in s").fill("0")
+    page.get_by_label("Layers of a stage").fill("8")
+    trace = Path(__file__).parents[2] / "examples/traces/primus-8x16"
+    page.set_input_files(".drop input", sorted(trace.iterdir()))  # sent as one archive
+    page.wait_for_selector(".diagnosis[data-drawn]")
+    assert visitor.text(".diagnosis .tile strong")[0] == "3253 ms"
+    page.locator(".loss", has_text="stages that are uneven").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('.plot').data.some(({name}) => name === 'marked')")
+    assert serious(page) == []
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert serious(page) == []
+    page.set_viewport_size({"width": 1400, "height": 950})
+    page.emulate_media(color_scheme="light")
+    page.set_input_files(".drop input", {"name": "x.txt", "mimeType": "text/plain", "buffer": b"nothing"})
+    page.wait_for_selector(".notice.wrong")
+    assert visitor.text(".notice")[0].startswith("diagnose: files/x.txt: like no form that is known")
+    visitor.expected(MISSING)
+
+
 def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Service, visitor: Visitor) -> None:
     job = submit(service.client, chain(memory=200, m=200), "steps", time_limit_s=300.0)
     page = visitor.go(f"/jobs/{job['id']}", "[data-seq]")
@@ -147,9 +328,8 @@ def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Se
     page.wait_for_selector("[data-state=cancelled]")
     listed = service.client.get(f"{job['url']}/incumbents").json()["incumbents"]
     assert visitor.text(".cards td:first-child button") == [f"#{each['seq']}" for each in reversed(listed)]
-    assert visitor.text(".log li span") == [
-        line["text"] for line in service.client.get(f"{job['url']}/log").json()["lines"]
-    ]
+    lines = service.client.get(f"{job['url']}/log").json()["lines"]
+    assert visitor.text(".log li span") == [line["text"] for line in lines]
     database = Database(f"sqlite:///{service.folder / 'jobs.sqlite'}", secondary=True)
     key = Keys(database).create("somebody", ["read"])
     database.close()
@@ -158,3 +338,6 @@ def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Se
     page.keyboard.press("Enter")
     page.wait_for_selector(".jobs tbody tr")  # those of the whole team
     visitor.expected(MISSING)
+
+
+__all__ = ["browser"]  # a fixture

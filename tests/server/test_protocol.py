@@ -1,4 +1,4 @@
-"""The HTTP protocol: conditional requests, idempotency, waiting, pages of a list, and changes of a job."""
+"""Jobs over HTTP: first schedules, conditional requests, idempotency, waiting, pages of a list, changes, exports."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import re
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
-from support.problems.chain import chain, gpipe
+from support.problems.chain import chain, gpipe, one_by_one
+from support.service.postgres import on_sqlite
 from support.service.rest import submit, until_cached, until_over, until_running
 
 from optpipe import export_schedule
-from optpipe.schedule import Schedule, ScheduleFile, timed_ops
+from optpipe.evaluate.objective import TOLERANCE
+from optpipe.schedule import Schedule, ScheduleFile, check, timed_ops
+from optpipe_server import Settings
 
 
 def etag(job: dict[str, Any]) -> str:
@@ -28,10 +33,8 @@ def test_the_same_key_and_body_are_the_same_job(client: httpx.Client) -> None:
     assert again.json()["id"] == first.json()["id"]
     assert again.headers["location"] == first.headers["location"]
     other = client.post("/v1/jobs", json={**body, "priority": 1}, headers={"Idempotency-Key": "a"})
-    assert (other.status_code, other.json()["detail"]) == (
-        422,
-        "Idempotency-Key: it was used with another body before.",
-    )
+    assert other.status_code == 422
+    assert other.json()["detail"] == "Idempotency-Key: it was used with another body before."
     assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "b"}).json()["id"] != first.json()["id"]
     assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "x" * 256}).status_code == 422
 
@@ -89,10 +92,8 @@ def test_more_time(client: httpx.Client) -> None:
     for stale in (None, '"1"', "*", "x", f"W/{etag(job)}"):
         assert extend(90.0, stale).status_code == 412
     no_more = extend(60.0, etag(job))
-    assert (no_more.status_code, no_more.json()["detail"]) == (
-        409,
-        "time_limit_s = 60: the job has 60 s already; expected more.",
-    )
+    assert no_more.status_code == 409
+    assert no_more.json()["detail"] == "time_limit_s = 60: the job has 60 s already; expected more."
     assert extend(3601, etag(job)).status_code == 422
     more = extend(90.0, etag(job))
     assert (more.status_code, more.json()["options"]["time_limit_s"]) == (200, 90.0)
@@ -143,15 +144,12 @@ def test_adoptions_are_recorded(client: httpx.Client) -> None:
         assert client.put(address, json=wrong).status_code == 422
 
 
-def test_the_trace_has_the_schedules_ops(client: httpx.Client) -> None:
+def test_the_trace_has_the_schedules_ops_and_an_export_the_rows_for_pytorch(client: httpx.Client) -> None:
     job = until_over(client, submit(client))
     trace = client.get(f"{job['url']}/trace?seq=2").json()
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == len(timed_ops(gpipe(chain())))
     assert client.get(f"{job['url']}/trace?seq=3").status_code == 404
-
-
-def test_an_export_has_the_rows_for_pytorch(client: httpx.Client) -> None:
-    address = f"{until_over(client, submit(client))['url']}/export"
+    address = f"{job['url']}/export"
     reply = client.get(address, params={"to": "torch-comms", "seq": 2})
     assert reply.headers["content-type"].startswith("text/csv"), reply.text
     assert reply.text == export_schedule(gpipe(chain()), "torch-comms")
@@ -171,9 +169,8 @@ def test_an_export_that_does_not_fit_is_refused_or_asked_for(client: httpx.Clien
     asked = {"to": "torch-csv", "without_offload": True}
     refused = client.get(f"{job['url']}/export", params=asked)
     assert (refused.status_code, refused.headers["content-type"]) == (409, "application/problem+json")
-    assert refused.json()["detail"].startswith(
-        "It does not fit without offloads: device 0 needs 2 kB during 0F1 and has 1"
-    )
+    why = "It does not fit without offloads: device 0 needs 2 kB during 0F1 and has 1"
+    assert refused.json()["detail"].startswith(why)
     reply = client.get(f"{job['url']}/export", params=asked | {"despite_memory": True})
     assert reply.text == export_schedule(offloads, "torch-csv", without_offload=True)
 
@@ -212,3 +209,68 @@ def test_the_description_has_examples_of_bodies_that_work(client: httpx.Client) 
                 example = described["components"]["schemas"][model]["example"]
                 if "{" not in path:
                     assert client.post(path, json=example).status_code in (200, 201), path
+
+
+Serving = Callable[[Settings], httpx.Client]
+
+
+def test_the_reply_has_a_verified_schedule(client: httpx.Client) -> None:
+    job = submit(client, method="hang")
+    assert job["state"] in ("queued", "running")
+    assert job["status"] == "feasible"
+    best = job["best"]
+    assert (best["seq"], best["source"], best["method"], best["attempt"]) == (1, "heuristic", "naive", 0)
+    file = ScheduleFile.model_validate(best["schedule"])
+    assert file.schedule().programs == one_by_one(chain()).programs
+    assert check(chain(), file.schedule()) == []
+    assert best["makespan_ms"] == file.makespan_ms == one_by_one(chain()).makespan_ms
+
+
+def test_better_schedules_are_appended(client: httpx.Client) -> None:
+    job = until_over(client, submit(client))
+    assert (job["state"], job["status"]) == ("done", "feasible")
+    assert job["created_at"] <= job["started_at"] <= job["ended_at"]
+    found = client.get(f"{job['url']}/incumbents").json()["incumbents"]
+    named = [(one["seq"], one["method"], one["source"]) for one in found]
+    assert named == [(1, "naive", "heuristic"), (2, "gpipe", "solver")]
+    assert found[1]["makespan_ms"] < found[0]["makespan_ms"]
+    assert client.get(f"{job['url']}/incumbents", params={"after": 1}).json()["incumbents"] == found[1:]
+    best = client.get(f"{job['url']}/incumbents/best").json()
+    assert best == job["best"] == client.get(found[1]["url"]).json()
+    assert [one["id"] for one in client.get("/v1/jobs").json()["jobs"]] == [job["id"]]
+
+
+def test_a_first_schedule_may_come_from_the_search(client: httpx.Client) -> None:
+    job = submit(client, method="later")
+    assert (job["best"]["source"], job["best"]["attempt"]) == ("solver", 1)
+
+
+@on_sqlite
+def test_a_silent_solver_does_not_delay_the_reply(serving: Serving, settings: Settings, fake_solver: None) -> None:
+    client = serving(replace(settings, first_schedule_s=0.3))
+    began = time.monotonic()
+    job = submit(client, method="silent")
+    assert time.monotonic() - began < 60
+    assert (job["state"] in ("queued", "running"), job["best"]) == (True, None)
+    client.post(f"{job['url']}/cancel")
+    assert until_over(client, job)["state"] == "cancelled"
+
+
+@on_sqlite
+def test_the_limit_of_open_jobs_refuses(serving: Serving, settings: Settings, fake_solver: None) -> None:
+    client = serving(replace(settings, open_jobs=2))
+    until_running(client, submit(client, method="hang"))
+    submit(client, method="hang")
+    reply = client.post("/v1/jobs", json={"problem": chain(forward=2.0).to_dict(), "method": "hang"})
+    assert reply.status_code == 429
+    assert reply.headers["retry-after"] == "10"
+
+
+def test_solved_schedules_are_found_again(client: httpx.Client) -> None:
+    solved = until_cached(client, submit(client))
+    again = submit(client, method="auto")
+    assert (again["best"]["seq"], again["best"]["source"]) == (1, "cache")
+    assert again["best"]["schedule"]["devices"] == solved["best"]["schedule"]["devices"]
+    near = submit(client, chain(scale=3.0), method="auto")
+    assert near["best"]["source"] == "cache"
+    assert near["best"]["makespan_ms"] <= 3 * solved["best"]["makespan_ms"] * (1 + TOLERANCE)

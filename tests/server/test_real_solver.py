@@ -10,9 +10,7 @@ import pytest
 from support.problems.chain import chain
 from support.service import events
 from support.service.postgres import on_sqlite
-from support.service.rest import until_cached
 
-from optpipe.schedule import ScheduleFile, check
 from optpipe_server import Settings
 
 Serving = Callable[[Settings], httpx.Client]
@@ -21,23 +19,6 @@ Serving = Callable[[Settings], httpx.Client]
 @pytest.fixture
 def client(serving: Serving, settings: Settings) -> httpx.Client:
     return serving(settings)
-
-
-def test_first_schedule_then_the_end_then_the_cache(client: httpx.Client) -> None:
-    problem = chain(memory=2, m=4)
-    job = client.post("/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 2.0}).json()
-    first = ScheduleFile.from_json(json.dumps(job["best"]["schedule"])).schedule()
-    assert check(problem, first) == []
-    with client.stream("GET", f"{job['url']}/events") as response:
-        *found, end = [json.loads(event["data"]) for event in events(response)]
-    assert end["state"] == "done"
-    assert end["best"] == found[-1]
-    assert found[-1]["makespan_ms"] <= first.makespan_ms
-    assert end["lower_bound_ms"] <= end["best"]["makespan_ms"] * (1 + 1e-9)
-    until_cached(client, end)
-    again = client.post("/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 2.0}).json()
-    assert again["best"]["source"] == "cache"
-    assert again["best"]["makespan_ms"] == end["best"]["makespan_ms"]
 
 
 @on_sqlite

@@ -1,26 +1,34 @@
-"""What can no longer be stored is not accepted, `/readyz` says so, and so does a sentence."""
+"""Where schedules are kept; what can no longer be stored is not accepted, `/readyz` says so, and so does a sentence."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.problems.chain import chain
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
+from structlog.testing import capture_logs
+from support.problems.chain import chain, gpipe, one_by_one
 from support.service import client_of, settings_in
-from support.service.jobs import submit
+from support.service.work import submit
 
 from optpipe.errors import InputError
+from optpipe.options import SolveOptions
+from optpipe.results import Result
+from optpipe_cache import Cache
 from optpipe_cli.app import optpipe
 from optpipe_server import Settings
 from optpipe_server.database import Database, Jobs, sqlite
 from optpipe_server.http import service
 from optpipe_server.http.service import Service
+from optpipe_server.service_cache import ServiceCache
 
 BODY = {"problem": chain().to_dict(), "method": "infeasible"}
 
@@ -79,9 +87,9 @@ def test_a_disk_without_room_is_not_ready(settings: Settings, monkeypatch: pytes
         assert (reply.status_code, "MiB left" in reply.json()["detail"]) == (503, True)
 
 
-def test_a_hard_link_is_the_same_database(sqlite_url: str) -> None:
-    file = Path(sqlite_url.removeprefix("sqlite:///"))
-    database, other = Database(sqlite_url), file.with_name("other.sqlite")
+def test_a_hard_link_is_the_same_database(settings: Settings) -> None:
+    database, file = Database(settings.database), file_of(settings)
+    other = file.with_name("other.sqlite")
     os.link(file, other)
     for secondary in (False, True):
         with pytest.raises(InputError, match=r"has 2 names .*, so another process has it"):
@@ -94,14 +102,14 @@ def test_a_hard_link_is_the_same_database(sqlite_url: str) -> None:
     Database(f"sqlite:///{other}").close()
 
 
-def test_a_log_without_its_file_is_never_emptied(sqlite_url: str) -> None:
+def test_a_log_without_its_file_is_never_emptied(settings: Settings) -> None:
     """`optpipe keys list` beside a service whose file was moved must not make a new one, whose log is the service's."""
-    file = Path(sqlite_url.removeprefix("sqlite:///"))
-    database, elsewhere = Database(sqlite_url), file.with_name("elsewhere")
+    database, file = Database(settings.database), file_of(settings)
+    elsewhere = file.with_name("elsewhere")
     job = submit(database)
     file.rename(elsewhere)
     with pytest.raises(InputError, match=r"the file is missing and its log .* is there"):
-        Database(sqlite_url, secondary=True)
+        Database(settings.database, secondary=True)
     elsewhere.rename(file)
     assert Jobs(database).job(job).id == job
     database.close()
@@ -123,6 +131,8 @@ def test_a_damaged_file_ends_a_command_in_a_sentence(damaged: Settings) -> None:
     for command in (["keys", "list"], ["serve", "--port", "0"]):
         with pytest.raises(InputError, match=r"^.*malformed.*$"):
             optpipe()([*command, "--database", damaged.database])
+    with pytest.raises(InputError, match="malformed"):  # nor does a service that cannot free lost jobs start
+        Service(damaged)
 
 
 def test_a_page_that_is_damaged_while_the_service_runs_is_told(
@@ -142,11 +152,6 @@ def test_a_page_that_is_damaged_while_the_service_runs_is_told(
     assert "Traceback" not in caplog.text
 
 
-def test_a_service_that_cannot_free_lost_jobs_does_not_start(damaged: Settings) -> None:
-    with pytest.raises(InputError, match="malformed"):
-        Service(damaged)
-
-
 @pytest.mark.parametrize("command", [["list"], ["revoke", "953b9f7432864f57"]])
 def test_asking_for_keys_makes_no_database(tmp_path: Path, command: list[str]) -> None:
     url = f"sqlite:///{tmp_path}/elsewhere.db"
@@ -162,3 +167,48 @@ def test_a_key_in_a_new_database_is_told(tmp_path: Path, capsys: pytest.CaptureF
         out, err = capsys.readouterr()
         assert ("did not exist" in err) == note
         assert out.startswith("op_")
+
+
+def test_schedules_are_found_again(database: Database, tmp_path: Path) -> None:
+    cache = ServiceCache(Settings(cache=tmp_path / "mine", pack=None), database)
+    cache.keep(Result.from_schedule(gpipe(chain()), SolveOptions()))
+    assert cache.open().lookup(chain()) is not None
+    assert cache.open().lookup(chain(scale=2.0)) is not None
+    assert len(Cache(tmp_path / "mine").entries()) == int(database.sqlite)
+
+
+def test_a_job_that_cannot_be_cached_has_its_answer_all_the_same(postgres_url: str, tmp_path: Path) -> None:
+    database = Database(postgres_url)
+    cache = ServiceCache(Settings(pack=None), database)
+
+    @event.listens_for(database.engine, "before_cursor_execute")
+    def fail(*_: object) -> None:
+        raise OperationalError(None, None, Exception("it is away"))
+
+    with capture_logs() as logs:
+        cache.keep(Result.from_schedule(gpipe(chain()), SolveOptions()))
+    [line] = logs
+    assert (line["event"], line["error"]) == ("a schedule was not cached", "it is away")
+    database.close()
+
+
+def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) -> None:
+    cache = ServiceCache(Settings(cache=tmp_path / "mine", pack=None), database)
+    ready = threading.Barrier(8)
+    kept: list[bool] = []
+
+    def add(k: int) -> None:
+        ready.wait(60)
+        for bound in range(k, 40, 8):
+            schedule = gpipe(chain()) if k % 2 else one_by_one(chain())
+            kept.append(cache.open().add(schedule, "feasible", bound / 8))
+
+    threads = [threading.Thread(target=add, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [entry] = cache.open().entries()
+    assert (entry.method, entry.lower_bound_ms) == ("gpipe", 39 / 8)
+    assert len(kept) == 40
+    assert any(kept)

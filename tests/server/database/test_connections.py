@@ -9,8 +9,8 @@ import threading
 import pytest
 from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
-from support.service.jobs import row, submit
 from support.service.postgres import Postgres
+from support.service.work import row, submit
 
 from optpipe_server.database import Database, Searches
 from optpipe_server.database import postgres as of_postgres

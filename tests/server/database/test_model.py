@@ -10,15 +10,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import consumes, invariant, multiple, rule, run_state_machine_as_test
-from support.service.jobs import row
-from support.service.known_job import Known
+from support.service.job_model import BOUNDS, PROBLEMS, SCHEDULES, Known, WorkerRules, result_of
 from support.service.postgres import Postgres
-from support.service.worker_rules import BOUNDS, PROBLEMS, SCHEDULES, WorkerRules, result_of
+from support.service.work import row
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe_server.database import InitialResult, NewJob
-from optpipe_server.database.refusals import CANCELLED, ConflictError, KeyReusedError, StaleError, TooManyOpenError
+from optpipe_server.database.changes import CANCELLED, ConflictError, KeyReusedError, StaleError, TooManyOpenError
 from optpipe_server.database.tables import OPEN
 
 MOST_OPEN = 3

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
-from support.service.jobs import row, submit
 from support.service.postgres import Postgres
+from support.service.work import row, submit
 
 from optpipe.errors import InputError
 from optpipe_server.database import AwayError, Database

@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 from support.problems.chain import chain, gpipe, one_by_one
-from support.service.jobs import PROBLEM, found, start, submit
+from support.service.work import PROBLEM, found, start, submit
 
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob, Searches
+from optpipe_server.database.changes import ConflictError, StaleError, TooManyOpenError
 from optpipe_server.database.jobs import options_of
-from optpipe_server.database.refusals import ConflictError, StaleError, TooManyOpenError
 from optpipe_server.database.searches import Claim, LostError
 
 SLOWER = chain(scale=2.0)
@@ -123,9 +123,7 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
         values: dict[int, list[float]] = {}
         for each in known:
             values.setdefault(each.problem_version, []).append(each.makespan_ms)
-        assert all(lengths == sorted({*lengths}, reverse=True) for lengths in values.values()), (
-            "each better than those before"
-        )
+        assert all(lengths == sorted({*lengths}, reverse=True) for lengths in values.values())
         assert (job.status in ("feasible", "optimal")) == (job.problem_version in values)
         assert (job.worker is not None) == (job.state == "running")
         assert len({line.number for line in jobs.log(job.id, 0, 10**6)}) >= job.attempt

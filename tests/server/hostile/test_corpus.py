@@ -1,15 +1,34 @@
-"""Malformed bodies, headers and queries for every route that reads them: one sentence and never a 5xx."""
+"""Malformed bodies, headers and queries for every route that reads them, by a corpus and by the API's own description
+(schemathesis): one sentence and never a 5xx.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
 import pytest
-from support.service.requests import CALLS, Call
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from support.service import client_at, fake_service
+from support.service.postgres import database_of
+from support.service.rest import CALLS, PROBLEM, SCHEDULE, Call
+
+from optpipe_server.database.keys import SCOPES
 
 T = TypeVar("T")
 
@@ -35,6 +54,28 @@ RAW = [
     *(b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000, bytes(range(256)) * 100),
     *(b"9" * 100_000, b'"' + b"\xf0\x9f\x92\xa3" * 10_000 + b'"', b'{"' + b"x" * 100_000 + b'": 1}'),
 ]
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a service, on each database, that accepts any number of jobs and solves none."""
+    folder, asks_nobody = tmp_path_factory.mktemp("service"), {"solves": 0, "open_jobs": 10**6, "first_schedule_s": 1.0}
+    with (
+        database_of(request) as database,
+        fake_service(folder, database, **asks_nobody) as (url, server),
+        client_at(url, server.service.keys.create("taking", SCOPES)) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def over(taking: httpx.Client) -> str:
+    """The id of a job that is over and has an incumbent."""
+    reply = taking.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang", "warm_start": SCHEDULE})
+    assert reply.json()["best"]["seq"] == 1
+    job_id: str = reply.json()["id"]
+    assert taking.post(f"/v1/jobs/{job_id}/cancel").json()["state"] == "cancelled"
+    return job_id
 
 
 def spoilt(body: dict[str, Any]) -> Iterator[str]:
@@ -105,12 +146,7 @@ def test_bodies(call: Call, few: int, taking: httpx.Client, over: str) -> None:
 
 @pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**53, 2**63, 2**64])
 def test_numbers_for_which_a_column_is_too_small(number: int, taking: httpx.Client, over: str) -> None:
-    for path in (
-        f"incumbents?after={number}",
-        f"log?after={number}",
-        f"trace?seq={number}",
-        f"incumbents/{number}",
-    ):
+    for path in (f"incumbents?after={number}", f"log?after={number}", f"trace?seq={number}", f"incumbents/{number}"):
         sound(taking.get(f"/v1/jobs/{over}/{path}"))
     sound(taking.put(f"/v1/jobs/{over}/adoptions/{number}", json={"step": 1}))
     sound(taking.put(f"/v1/jobs/{over}/adoptions/1", json={"step": number}))
@@ -131,6 +167,59 @@ def test_paths(call: Call, few: int, taking: httpx.Client, over: str) -> None:
         sound(reply)
         assert reply.status_code in (404, 405)
         if "{seq}" in call.path:
-            sound(
-                taking.request(call.method, call.path.replace("{job_id}", over).replace("{seq}", odd), json=call.body)
-            )
+            path = call.path.replace("{job_id}", over).replace("{seq}", odd)
+            sound(taking.request(call.method, path, json=call.body))
+
+
+CHECKS: list[Callable[..., Any]] = [
+    not_a_server_error,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+]
+LONGEST_ERROR = 2**14  # bytes
+
+
+@pytest.mark.parametrize(
+    ("taking", "examples", "least"),
+    [
+        pytest.param("sqlite", 4, 125, id="sqlite-few"),
+        pytest.param("sqlite", 300, 10_000, id="sqlite-many", marks=many),
+        pytest.param("postgresql", 300, 10_000, id="postgresql-many", marks=many),
+    ],
+    indirect=["taking"],
+)
+def test_the_service_follows_its_description(examples: int, least: int, taking: httpx.Client, over: str) -> None:
+    described = schemathesis.openapi.from_dict(taking.get("/openapi.json").json())
+    headers = {"Authorization": taking.headers["Authorization"]}
+    asked = 0
+
+    def ask(case: schemathesis.Case, real: bool) -> None:
+        nonlocal asked
+        if real and "job_id" in case.path_parameters:
+            case.path_parameters["job_id"] = over
+        if "wait" in (case.query or {}):
+            case.query["wait"] = 0  # nothing will happen
+        response = case.call(base_url=str(taking.base_url), headers=headers, timeout=240)
+        # The body of a stream is described as the text it is; schemathesis would have each event be one.
+        stream = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
+        case.validate_response(
+            response, checks=[check for check in CHECKS if not (stream and check is response_schema_conformance)]
+        )
+        assert response.status_code < 400 or len(response.content) <= LONGEST_ERROR
+        asked += 1
+
+    for operation in (found.ok() for found in described.get_all_operations()):
+        read = [*operation.body, *operation.query, *operation.headers]
+        for mode in GenerationMode if read else [GenerationMode.POSITIVE]:  # what reads nothing cannot be asked wrongly
+            cases = operation.as_strategy(generation_mode=mode)
+            tried = given(case=cases, real=st.booleans() if operation.method != "delete" else st.just(False))(ask)
+            with suppress(Unsatisfiable):  # nor what reads any text
+                settings(
+                    max_examples=examples,
+                    suppress_health_check=list(HealthCheck),
+                    database=None,
+                    phases=[Phase.generate],
+                )(tried)()
+    assert asked >= least

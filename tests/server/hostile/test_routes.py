@@ -1,25 +1,20 @@
-"""Every route without a key, and with wrong keys. A route missing in `support.service.requests`
-fails here."""
+"""Every route without a key, and with wrong keys. A route missing in `support.service.rest` fails here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 
 import httpx
 import pytest
 from support.service import client_at
 from support.service.postgres import shared_on_sqlite
-from support.service.requests import CALLS, IF_MATCH, Call, bearer, job, routes
+from support.service.rest import CALLS, IF_MATCH, Call, bearer, routes, submit, until_over
 
 from optpipe_server.database.keys import SCOPES, Keys
 from optpipe_server.http.replies import NO_ROUTE
 from optpipe_server.http.server import Server
 
-OF_JOB = [call for call in CALLS if call.of_job]
 NOBODY = "0" * 32
-
-_numbers = count()
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +49,23 @@ def test_every_other_route_needs_a_valid_key(anybody: httpx.Client) -> None:
 
 
 def test_a_key_with_just_the_scope_is_answered(anybody: httpx.Client, client: httpx.Client, keys: Keys) -> None:
-    job_id = job(client)
+    job_id = until_over(client, submit(client, method="prove"))["id"]
     scoped = {scope: bearer(keys.create("scoped", [scope])) for scope in SCOPES}
     for call in CALLS:
-        version = (
-            {"If-Match": client.get(f"/v1/jobs/{job_id}").headers["etag"]} if IF_MATCH in call.headers.values() else {}
-        )
+        version = {}
+        if IF_MATCH in call.headers.values():
+            version = {"If-Match": client.get(f"/v1/jobs/{job_id}").headers["etag"]}
         if call.scope:
             other = scoped["read" if call.scope == "admin" else "admin"]
-            assert call.ask(anybody, job_id, version | other).status_code == 403, name(call)
+            refused = call.ask(anybody, job_id, version | other)
+            assert refused.status_code == 403, name(call)
+            assert f'scope="{call.scope}"' in refused.headers["www-authenticate"]
         reply = call.ask(anybody, job_id, version | (scoped[call.scope] if call.scope else {}))
         assert reply.status_code == call.status, (name(call), reply.text)
         assert reply.headers["x-content-type-options"] == "nosniff"
         assert "server" not in reply.headers
-        assert (
-            call.method != "GET"
-            or call.path.endswith(("{seq}", "best"))
-            or call.path == "/"  # which has no secrets
-            or reply.headers["cache-control"] == "no-store"
-        )
+        if call.method == "GET" and call.path != "/" and not call.path.endswith(("{seq}", "best")):
+            assert reply.headers["cache-control"] == "no-store"
 
 
 @pytest.mark.parametrize(

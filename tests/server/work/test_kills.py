@@ -21,6 +21,7 @@ from optpipe.process import process_tree
 from optpipe_server.database import Database
 from optpipe_server.database.tables import jobs
 
+pytestmark = pytest.mark.usefixtures("fake_solver")
 RECLAIMED_S = 60.0  # the machine may be busy
 ORPHANED_S = 60.0
 OPEN = 8  # jobs at most that are not over when something is killed

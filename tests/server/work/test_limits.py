@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from support.fakes.solver import SLEEP
 from support.processes import over
-from support.service.jobs import start
-from support.service.work import Work, problem, sound
+from support.service.work import Work, problem, sound, start
 from support.until import until
 
 from optpipe import Problem, anytime, solvers
 from optpipe.process import process_tree
 from optpipe_server.work import solve
-from optpipe_server.work.limits import ThreadBudget, resident_bytes
+from optpipe_server.work.solve import resident_bytes
+from optpipe_server.work.solves import ThreadBudget
 from optpipe_solver.heuristics import generate
 
+pytestmark = pytest.mark.usefixtures("fake_solver")
 NEVER_S = 1000.0
 FAR_FROM_PROVEN = Path(__file__).parents[3] / "examples/problems/slowlink-8x16-parts4.json"  # by 20 % after 10 s
 

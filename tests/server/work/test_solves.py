@@ -20,10 +20,12 @@ from support.until import until
 from optpipe import Result, anytime
 from optpipe.process.background import NICER
 from optpipe_server.database import InitialResult, Searches
+from optpipe_server.database.changes import MissingError, StaleError
 from optpipe_server.database.jobs import options_of
-from optpipe_server.database.refusals import MissingError, StaleError
 from optpipe_server.metrics import REGISTRY
 from optpipe_server.work import Rounds, solve
+
+pytestmark = pytest.mark.usefixtures("fake_solver")
 
 
 def counted(name: str, **labels: str) -> float:
@@ -38,17 +40,12 @@ def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
         assert (job.state, job.status, job.last_seq, job.gap, job.reason) == ("done", "optimal", 2, 0.0, None)
         assert 0 < job.spent_s < 60
         job = work.ended(impossible)
-        assert (job.state, job.status, job.reason) == (
-            "infeasible",
-            "infeasible",
-            "device 0 needs 2000 bytes and has 1000",
-        )
+        assert (job.state, job.status) == ("infeasible", "infeasible")
+        assert job.reason == "device 0 needs 2000 bytes and has 1000"
         job = work.ended(refused)
         assert (job.state, job.reason, job.crashes) == ("failed", "method = 'unknown': there is none of that name", 0)
-    assert [row.makespan_ms for row in sound(work.database)[proven]] == [
-        one_by_one(problem()).makespan_ms,
-        gpipe(problem()).makespan_ms,
-    ]
+    lengths = [make(problem()).makespan_ms for make in (one_by_one, gpipe)]
+    assert [row.makespan_ms for row in sound(work.database)[proven]] == lengths
     hit = work.cache.open().lookup(problem())
     assert hit is not None
     assert (hit.status, hit.schedule.makespan_ms) == ("optimal", gpipe(problem()).makespan_ms)
@@ -91,12 +88,8 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
                     drifting, problem(3.0), InitialResult(), seen=work.job(drifting).last_seq, most_open=10
                 )
         job = work.ended(drifting)
-        assert (job.state, job.status, job.problem_version, job.problem_sha256) == (
-            "done",
-            "optimal",
-            2,
-            problem(3.0).sha256,
-        )
+        assert (job.state, job.status) == ("done", "optimal")
+        assert (job.problem_version, job.problem_sha256) == (2, problem(3.0).sha256)
         until(lambda: work.job(extended).spent_s > first_s + 2.0)
         assert work.job(extended).state == "running"
     rows = sound(work.database)[drifting]
@@ -150,21 +143,15 @@ def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
 
 
 def test_invalid_and_worse_schedules_are_rejected_and_counted(local: Work) -> None:
-    methods = ("invalid", "worse", "garbage", "half a frame", "endless line")
+    crashes = {"invalid": 0, "worse": 0, "garbage": 2, "half a frame": 2, "endless line": 2}
     before = counted("rejected_schedules_total")
-    ids = {method: local.submit(method) for method in methods}
+    ids = {method: local.submit(method) for method in crashes}
     with local.worker():
-        ends = {method: local.ended(job_id) for method, job_id in ids.items()}
-    assert {method: (job.state, job.crashes) for method, job in ends.items()} == {
-        "invalid": ("done", 0),
-        "worse": ("done", 0),
-        "garbage": ("done", 2),
-        "half a frame": ("done", 2),
-        "endless line": ("done", 2),
-    }
-    assert {
-        method: sum("rejected schedules" in line for line in local.lines(job_id)) for method, job_id in ids.items()
-    } == {method: max(1, job.crashes) for method, job in ends.items()}
+        for method, job_id in ids.items():
+            job = local.ended(job_id)
+            assert (job.state, job.crashes) == ("done", crashes[method])
+            rejections = sum("rejected schedules" in line for line in local.lines(job_id))
+            assert rejections == max(1, crashes[method])
     assert "a schedule of liar was rejected: 0F1 is missing" in local.lines(ids["invalid"])
     # Once per attempt, and once in the line that tells why the job ended.
     assert sum("wrote a line of more than 67108864 bytes" in line for line in local.lines(ids["endless line"])) == 3

@@ -24,6 +24,7 @@ from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.settings import Settings
 from optpipe_server.work import worker
 
+pytestmark = pytest.mark.usefixtures("fake_solver")
 OPTPIPE = [sys.executable, "-m", "optpipe_cli"]
 
 
@@ -39,7 +40,7 @@ def test_sqlite_is_refused_in_one_sentence(tmp_path: Path) -> None:
 
 
 def test_an_unusable_address_is_refused(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_ended_by_signal", lambda: lambda: False)
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
     with pytest.raises(InputError, match=r"metrics_host = '192.0.2.1', metrics_port = 1: "):
         worker.work(Settings(database=postgres_url), "worker", "192.0.2.1", 1)
 

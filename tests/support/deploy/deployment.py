@@ -27,11 +27,6 @@ DOCKERFILE = [
 ]
 
 
-def interpolated(text: str, variables: dict[str, str] | None = None) -> str:
-    """A value as compose reads it: `${NAME:-default}`."""
-    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: (variables or {}).get(found[1], found[2]), text)
-
-
 def instructions(name: str) -> list[list[str]]:
     """The words of each instruction of that name in the Dockerfile's last stage."""
     last = max(index for index, words in enumerate(DOCKERFILE) if words[0] == "FROM")

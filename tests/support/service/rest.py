@@ -1,15 +1,93 @@
-"""What tests do with jobs over HTTP."""
+"""One valid request for every route of the service, and what tests do with jobs over HTTP."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
+from starlette.routing import Mount
 
 from optpipe.model.problem import Problem
+from optpipe.schedule import ScheduleFile
 from optpipe_server.database.tables import OPEN
-from support.problems.chain import chain
+from optpipe_server.http.tools import UPLOADED
+from support.problems.chain import chain, gpipe
 from support.until import until
+
+PROBLEM = chain().to_dict()
+DRIFTED = chain(scale=2.0).to_dict()
+SCHEDULE = json.loads(ScheduleFile.from_schedule(gpipe(chain())).to_json())
+IF_MATCH = "<the job's>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to a job that has incumbent 1, and the status of its reply."""
+
+    method: str
+    path: str
+    scope: str | None
+    status: int
+    body: dict[str, Any] | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def ask(
+        self, client: httpx.Client, job_id: str, headers: dict[str, str] | None = None, content: Any = None
+    ) -> httpx.Response:
+        """Send it, with other content if given."""
+        path = self.path.replace("{job_id}", job_id).replace("{seq}", "1")
+        if content is None and self.body is not None:
+            content = json.dumps(self.body)
+        kind = {"Content-Type": "application/json"} if content is not None else {}
+        return client.request(self.method, path, headers={**kind, **self.headers, **(headers or {})}, content=content)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+CALLS = [
+    Call("GET", "/healthz", None, 200),
+    Call("GET", "/readyz", None, 200),
+    Call("GET", "/metrics", "admin", 200),
+    Call("GET", "/openapi.json", "read", 200),
+    Call("GET", "/", None, 200),
+    Call("GET", "/v1/queue", "read", 200),
+    Call("GET", "/v1/jobs", "read", 200),
+    Call("POST", "/v1/jobs", "submit", 201, {"problem": PROBLEM, "method": "prove"}),
+    Call("GET", "/v1/jobs/{job_id}", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/incumbents", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/incumbents/best", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/bounds", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/incumbents/{seq}", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/events", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/log", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/trace", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/figure", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/export", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/adoptions", "read", 200),
+    Call("PUT", "/v1/jobs/{job_id}/adoptions/{seq}", "submit", 200, {"step": 5, "measured_iteration_ms": 9.5}),
+    Call("POST", "/v1/jobs/{job_id}/cancel", "submit", 202),
+    Call("PATCH", "/v1/jobs/{job_id}", "submit", 409, {"time_limit_s": 3000.0}, {"If-Match": IF_MATCH}),  # it is over
+    Call("POST", "/v1/jobs/{job_id}/problem", "submit", 200, {"problem": DRIFTED}),
+    Call("POST", "/v1/workbench", "read", 200, {"problem": PROBLEM, "methods": ["gpipe"]}),
+    Call("POST", "/v1/diagnose", "read", 422, {"no": "trace"}, {"Content-Type": UPLOADED}),
+    Call("POST", "/v1/cache/lookup", "read", 200, {"problem": PROBLEM}),
+    Call("DELETE", "/v1/jobs/{job_id}", "submit", 204),
+]
+
+
+def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
+    """Yield method and path of all routes of the app, without the page's files."""
+    for route in app.routes:
+        if isinstance(route, Mount):
+            continue
+        for one in route.effective_candidates() if hasattr(route, "effective_candidates") else [route]:
+            yield from ((method, one.path) for method in one.methods if (method, one.path) != ("HEAD", "/openapi.json"))
 
 
 def submit(client: httpx.Client, problem: Problem | None = None, method: str = "plain", **more: Any) -> dict[str, Any]:

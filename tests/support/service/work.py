@@ -1,4 +1,5 @@
-"""Workers with a fake solver for tests, and what must hold in the database whatever happens to them."""
+"""Jobs as clients and workers make them, workers with a fake solver, and what must hold in the database whatever
+happens to them."""
 
 from __future__ import annotations
 
@@ -15,13 +16,43 @@ from optpipe import Problem, check
 from optpipe.options import SolveOptions
 from optpipe.process import process_tree
 from optpipe.process.protocol import Programs
+from optpipe.results import Result
+from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.tables import incumbents, jobs, problems
-from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
 from optpipe_server.work import Worker, make_worker
-from support.problems.chain import chain
+from support.problems.chain import chain, gpipe, one_by_one
 from support.until import until
+
+PROBLEM = chain()
+SLOW, FAST = one_by_one(PROBLEM), gpipe(PROBLEM)
+
+
+def found(schedule: Schedule, bound: float | None = 1.0) -> Result:
+    """Return a result with this schedule, as a search reports it."""
+    result = Result("feasible", schedule, lower_bound_ms=bound, method=schedule.method)
+    return replace(result, status="optimal") if result.gap == 0 else result
+
+
+def start(schedule: Schedule | None = SLOW) -> InitialResult:
+    return InitialResult(found(schedule)) if schedule else InitialResult()
+
+
+def submit(database: Database, schedule: Schedule | None = SLOW, **wanted: Any) -> str:
+    """Add a waiting job; return its id."""
+    priority = wanted.pop("priority", 0)
+    asked = NewJob(wanted.pop("problem", PROBLEM), SolveOptions(**wanted), priority)
+    job_id, new = Jobs(database).add(asked, start(schedule), most_open=100)
+    assert new
+    return job_id
+
+
+def row(database: Database, job_id: str) -> Any:
+    """Return a job."""
+    with database.read() as db:
+        return db.execute(select(jobs).where(jobs.c.id == job_id)).one()
 
 
 def problem(scale: float = 1.0, m: int = 8, name: str = "chain") -> Problem:
@@ -37,7 +68,7 @@ class Work:
         self.settings = Settings(
             cache=folder / "cache.sqlite", pack=None, threads=2, solves=2, heartbeat_s=0.5, lost_s=3.0
         )
-        self.cache = ScheduleCache(self.settings, database)
+        self.cache = ServiceCache(self.settings, database)
 
     @contextmanager
     def worker(self, name: str = "worker", **settings: Any) -> Iterator[Worker]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from optpipe import solvers
 from optpipe.process import process_tree
 from optpipe_server.database import Database
-from optpipe_server.schedule_cache import ScheduleCache
+from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
 from optpipe_server.work import make_worker, solve
 from optpipe_server.work.worker import work
@@ -77,7 +77,7 @@ def main(url: str, name: str, cache: str) -> None:
         work(settings, name)
         return
     database = Database(url)
-    worker = make_worker(settings, database, ScheduleCache(settings, database), name)
+    worker = make_worker(settings, database, ServiceCache(settings, database), name)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     worker.start()
