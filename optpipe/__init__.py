@@ -53,39 +53,11 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
-    "Certificate",
-    "Comparison",
-    "DeadlockError",
-    "Device",
-    "InputError",
-    "Kind",
-    "Measurements",
-    "Op",
-    "OptPipeError",
-    "Pair",
-    "Problem",
-    "Program",
-    "Result",
-    "Schedule",
-    "ScheduleError",
-    "ScheduleFile",
-    "SolverError",
-    "Stage",
-    "Timeline",
-    "certify",
-    "check",
-    "compare",
-    "estimated_offload_ratio",
-    "export_schedule",
-    "import_schedule",
-    "improve",
-    "leave_out_offload",
-    "offload_ratio",
-    "plot",
-    "problem_from",
-    "simulate",
-    "solve",
-]
+    "Certificate", "Comparison", "DeadlockError", "Device", "InputError", "Kind", "Measurements", "Op",
+    "OptPipeError", "Pair", "Problem", "Program", "Result", "Schedule", "ScheduleError", "ScheduleFile",
+    "SolverError", "Stage", "Timeline", "certify", "check", "compare", "estimated_offload_ratio", "export_schedule",
+    "import_schedule", "improve", "leave_out_offload", "offload_ratio", "plot", "problem_from", "simulate", "solve",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 

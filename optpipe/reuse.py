@@ -79,17 +79,9 @@ def most_ops(problem: Problem, schedule: Schedule) -> int:
 class RulesSearch:
     """A search that can go on, from the rules that a schedule of another problem seems to follow.
 
-    Parameters
-    ----------
-    schedule
-        Of any problem whose stages lie alike on its devices, of which there may be more or fewer; None to begin with
-        rules that share memory among stages.
-
-    Attributes
-    ----------
-    ms
-        Length of the shortest schedule found; `NO_SCHEDULE_MS` where rules lead to none or do not say all: they know no
-        pairs, no evictions and no updates on the host.
+    Its stages lie alike on its devices, of which there may be more or fewer; with None the search begins with rules
+    that share memory among stages. `ms` is the length of the shortest schedule found; `NO_SCHEDULE_MS` where rules lead
+    to none or do not say all: they know no pairs, no evictions and no updates on the host.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule | None, objective: Objective) -> None:

@@ -67,18 +67,10 @@ def _has_levels(costs: Costs) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The proportions of a problem, in steps of the grid.
+    """The proportions of a problem, in steps of the grid."""
 
-    Attributes
-    ----------
-    steps
-        All figures in a row.
-    sizes
-        How many of them belong to each feature: one for each stage or device, or one.
-    """
-
-    steps: Steps
-    sizes: dict[str, int]
+    steps: Steps  # all figures in a row
+    sizes: dict[str, int]  # how many of them each feature has: one for each stage or device, or one
 
     @property
     def packed(self) -> bytes:

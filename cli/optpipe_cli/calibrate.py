@@ -56,7 +56,12 @@ def calibrate(
             f"{each.regret:.1%} longer than the shortest plan on average, at most {each.most_regret:.1%}"
         )
     if after is not before:
-        print_table(_parameters(before, after))
+        parameters = Table("parameter", "before", "±", "after", "±", box=None)
+        spreads = zip(*(np.sqrt(np.diag(covariance(each))) for each in (before, after)), strict=True)
+        for name, (wide, narrow) in zip(NAMES, spreads, strict=True):
+            values = [f"{getattr(each, name):.3g}" for each in (before, after)]
+            parameters.add_row(name, values[0], f"{wide:.0%}", values[1], f"{narrow:.0%}")
+        print_table(parameters)
         echo(f"left unexplained: {after.unexplained:.1%} of an iteration")
     if output:
         echo(f"written to {output}")
@@ -89,13 +94,3 @@ def _rows(table: Sequence[Iteration], predicted: Sequence[float]) -> Table:
         cells += [run.microbatches, run.microbatch_size, f"{ms:.1f}", f"{row.measured_ms:.1f}"]
         shown.add_row(*map(str, cells), f"{ms / row.measured_ms - 1:+.1%}")
     return shown
-
-
-def _parameters(before: Gpu, after: Gpu) -> Table:
-    """The parameters with their standard deviations."""
-    table = Table("parameter", "before", "±", "after", "±", box=None)
-    spreads = zip(*(np.sqrt(np.diag(covariance(each))) for each in (before, after)), strict=True)
-    for name, (wide, narrow) in zip(NAMES, spreads, strict=True):
-        values = [f"{getattr(each, name):.3g}" for each in (before, after)]
-        table.add_row(name, values[0], f"{wide:.0%}", values[1], f"{narrow:.0%}")
-    return table

@@ -89,13 +89,11 @@ def lines(estimate: Estimate) -> Iterator[str]:
     yield ""
     yield f"{'':>9}" + "".join(f"{title:>{width}}" for title, width in COSTS.items())
     saved, waiting = problem.costs.activation, problem.costs.saved_for_weight
-    for s, (stage, pieces, k) in enumerate(
-        zip(problem.stages, estimate.stages, [k or 0.0 for k in offload_ratio(estimate.problem)], strict=True)
-    ):
+    for s, (stage, pieces, k) in enumerate(zip(problem.stages, estimate.stages, offload_ratio(problem), strict=True)):
         yield (
             f"{f'stage {s}':>9}{stage.device:>8}{sum(estimate.pieces[i].is_layer for i in pieces):>8}"
             f"{stage.forward_ms:9.2f}{stage.backward_input_ms:9.2f}{stage.backward_weight_ms:9.2f}"
-            f"{saved[s, 0] / GB:15.3f}{waiting[s, 0] / GB:12.3f}{k:7.2f}"
+            f"{saved[s, 0] / GB:15.3f}{waiting[s, 0] / GB:12.3f}{k or 0.0:7.2f}"
         )
     yield f"a message between stages takes {problem.p2p_ms:.3f} ms; k up to 1: there is time to offload everything"
 

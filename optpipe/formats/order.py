@@ -18,8 +18,7 @@ OFFLOAD = (Kind.O, Kind.D, Kind.R)
 
 
 def require_one_route(problem: Problem, where: str) -> None:
-    """Raises InputError if a micro-batch does not pass all stages in order, or a device has no stage. `where` names the
-    stack."""
+    """Raises InputError, about the stack `where`, unless micro-batches pass all stages in order, on all devices."""
     row = tuple(range(len(problem.stages)))
     if other := [route for route in problem.all_routes if route != row]:
         raise InputError(

@@ -8,9 +8,7 @@ their O waits for that copy and frees, which is our D, and their R starts the re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,11 +34,7 @@ Node = list[Any]  # func_type, mini_batch, chunk, args
 
 
 def write(schedule: Schedule) -> str:
-    """The table of a schedule.
-
-    Raises InputError if the launcher has no node for what the schedule does; the sentence names the op. Raises
-    ScheduleError if the schedule cannot run.
-    """
+    """The table. Raises InputError if the launcher has no node for an op, ScheduleError if the schedule cannot run."""
     require_one_route(schedule.problem, "Primus")
     require_runnable(schedule)
     # Stages take micro-batches from the data: the next one at each forward.
@@ -63,7 +57,8 @@ def write(schedule: Schedule) -> str:
         "last_pp_stage_rank": chunks.rank[-1],
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in document.items()]
-    lines += [f'"directions": [{_rows(chunks.directions)}]', f'"table": [{_rows(_table(schedule, chunks))}]']
+    directions = [[{"F": chunks.direction(s, 1), "B": chunks.direction(s, -1)} for s in on] for on in chunks.on]
+    lines += [f'"directions": [{_rows(directions)}]', f'"table": [{_rows(_table(schedule, chunks))}]']
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -104,16 +99,10 @@ class _Chunks:
         s = op.stage + (1 if op.kind == Kind.F else -1)
         return s if 0 <= s < len(self.rank) else None
 
-    @cached_property
-    def directions(self) -> list[list[Mapping[str, Any]]]:
-        """What `direction_map` returns, by rank and chunk: of F, and of B and BW."""
-        return [[{"F": self._direction(s, 1), "B": self._direction(s, -1)} for s in stages] for stages in self.on]
-
-    def _direction(self, s: int, step: int) -> list[Any]:
-        """prev rank, next rank, recv_from_chunk, send_to_chunk"""
+    def direction(self, s: int, step: int) -> list[Any]:
+        """As in `direction_map`: prev rank, next rank, recv_from_chunk, send_to_chunk."""
         ends = range(len(self.rank))
-        before, after = (other if other in ends else None for other in (s - step, s + step))
-        return [None if other is None else of[other] for of in (self.rank, self.chunk) for other in (before, after)]
+        return [of[s + to] if s + to in ends else None for of in (self.rank, self.chunk) for to in (-step, step)]
 
 
 def _table(schedule: Schedule, chunks: _Chunks) -> list[list[Node]]:
@@ -124,8 +113,13 @@ def _table(schedule: Schedule, chunks: _Chunks) -> list[list[Node]]:
     messages = 0
     leaving = {(op.stage, op.microbatch) for program in schedule.programs for op in program.ops() if op.kind == Kind.O}
     for rank, op in in_one_order(schedule):
-        _require_sayable(schedule.problem, rank, op)
-        assert isinstance(op, Op)
+        if isinstance(op, Pair) or op.kind not in (*NAMES, Kind.O):
+            only = "Primus has nodes for F, B, W, BW, O, D and R, each alone"
+            raise InputError(f"{op} in the program of device {rank}: {only}")
+        parts = schedule.problem.stages[op.stage].offload_parts
+        if op.kind in (Kind.O, Kind.D, Kind.R) and parts > 1:
+            only = f"Primus offloads in one part, stage {op.stage} has offload_parts = {parts}"
+            raise InputError(f"{op} in the program of device {rank}: {only}{hint(op)}")
         if op.kind == Kind.O:
             continue  # begins with the end of its F
         chunk, to = chunks.chunk[op.stage], chunks.to(op)
@@ -138,20 +132,6 @@ def _table(schedule: Schedule, chunks: _Chunks) -> list[list[Node]]:
             table[chunks.rank[to]].append([f"R{way}", op.microbatch, there, ends | {"recv_from_chunk": chunk}])
             messages += 1
     return table
-
-
-def _require_sayable(problem: Problem, rank: int, item: Op | Pair) -> None:
-    op = item.first if isinstance(item, Pair) else item
-    if isinstance(item, Pair) or op.kind not in (*NAMES, Kind.O):
-        raise InputError(
-            f"{item} in the program of device {rank}: Primus has nodes for F, B, W, BW, O, D and R, each alone"
-        )
-    if op.kind in (Kind.O, Kind.D, Kind.R) and problem.stages[op.stage].offload_parts > 1:
-        parts = problem.stages[op.stage].offload_parts
-        raise InputError(
-            f"{op} in the program of device {rank}: Primus offloads in one part, stage {op.stage} has offload_parts = "
-            f"{parts}{hint(op)}"
-        )
 
 
 def _rows(rows: list[list[Any]]) -> str:

@@ -111,11 +111,10 @@ class Refused(Record):
 
 
 class Note(Record):
-    """Something to tell, such as an engine that crashed; the search goes on.
+    """A report, such as of an engine that crashed; the search goes on.
 
     With a `method` it is about that one, among several that were asked for (`optpipe.comparison`), or reports how its
-    search ended. With `ongoing` it reports how far the search is; that stands if the search is stopped before its next
-    report.
+    search ended; with `ongoing`, how far it is, which stands if the search is stopped before its next report.
     """
 
     type: Literal["note"] = "note"

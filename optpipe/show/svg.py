@@ -16,15 +16,7 @@ MOST_TITLES = 20_000  # with more blocks there are no tooltips: the file would b
 
 
 def gantt(schedule: Scheduled, title: str = "", until_ms: float | None = None) -> str:
-    """The picture as SVG text.
-
-    Parameters
-    ----------
-    title
-        By default the problem's name and the schedule's method.
-    until_ms
-        Where the time axis ends at least, so that two schedules can be compared by eye.
-    """
+    """The picture as SVG text. The time axis ends at `until_ms` at least, so that two can be compared by eye."""
     horizon = max(until_ms or 0.0, schedule.makespan_ms) or 1.0
     scale = (WIDTH - LEFT - 16) / horizon
     drawn = list(blocks(schedule))

@@ -18,18 +18,11 @@ Cell = tuple[float, str, str, str]  # how much of a cell its op takes; its digit
 
 
 def chart(schedule: Scheduled, width: int = 120, height: int | None = None, colours: bool = True) -> Text:
-    """The chart. Of several ops in one cell it shows the one that takes most of it.
+    """The chart, `width` characters wide. Of several ops in one cell it shows the one that takes most of it.
 
-    Colours tell kinds apart, and a second line for each device shows its memory up to its limit. Without colours the
-    second line has a letter for each kind.
-
-    Parameters
-    ----------
-    width
-        Of the lines, in characters.
-    height
-        How many lines there is room for, by default any number. Where memory or all devices do not fit, memory is left
-        out first, then as many devices between others as needed.
+    Colours distinguish kinds, and a second line for each device shows its memory up to its limit. Without colours the
+    second line has a letter for each kind. If there is room for `height` lines only, memory is left out first, then as
+    many devices between others as needed.
     """
     devices, peaks = len(schedule.problem.devices), schedule.compiled.certificate.device
     held = [f"{bytes_text(peak.bytes)} of {bytes_text(peak.limit or 0)}" for peak in peaks]

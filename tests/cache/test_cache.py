@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,29 +20,26 @@ from optpipe_server.database import Database
 from optpipe_server.database.tables import schedules
 from optpipe_server.service_cache import TableStorage
 
-Spoil = Callable[[str, str | bytes], None]
-
 
 @pytest.fixture(params=["file", "postgresql"])
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cache, Spoil]]:
-    """A cache on each of its storages, and a function that overwrites a column of all its rows."""
+def each_cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cache]:
+    """A cache on each of its storages."""
     if request.param == "file":
-        path = tmp_path / "new folder" / "cache.sqlite"
-        yield Cache(path), lambda column, value: _spoil(path, column, value)
+        yield Cache(tmp_path / "new folder" / "cache.sqlite")
         return
     database = Database(request.getfixturevalue("postgres_url"))
-
-    def spoil(column: str, value: str | bytes) -> None:
-        with database.write() as db:
-            db.execute(schedules.update().values({column: value}))
-
-    yield Cache(TableStorage(database)), spoil
+    yield Cache(TableStorage(database))
     database.close()
 
 
-def _spoil(path: Path, column: str, value: str | bytes) -> None:
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute(f"UPDATE schedules SET {column} = ?", (value,))
+def spoil(cache: Cache, column: str, value: str | bytes) -> None:
+    """Overwrite a column of all its rows."""
+    if isinstance(cache.storage, TableStorage):
+        with cache.storage._database.write() as db:
+            db.execute(schedules.update().values({column: value}))
+    else:
+        with closing(sqlite3.connect(cache.storage.path)) as db, db:  # type: ignore[attr-defined]
+            db.execute(f"UPDATE schedules SET {column} = ?", (value,))
 
 
 @pytest.fixture
@@ -51,27 +48,14 @@ def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path / "cache.sqlite")
 
 
-@pytest.fixture
-def each_cache(kept: tuple[Cache, Spoil]) -> Cache:
-    return kept[0]
-
-
-@pytest.fixture
-def spoil(kept: tuple[Cache, Spoil]) -> Spoil:
-    return kept[1]
-
-
 def test_exact_hit(each_cache: Cache) -> None:
     problem = chain()
     assert each_cache.lookup(problem) is None
     assert each_cache.add(gpipe(problem), "feasible", 5.0)
     hit = each_cache.lookup(problem)
     assert hit is not None
-    assert hit.exact
-    assert hit.distance == 0.0
-    assert hit.schedule.programs == gpipe(problem).programs
-    assert hit.schedule.method == "gpipe"
-    assert (hit.status, hit.lower_bound_ms) == ("feasible", 5.0)
+    assert (hit.exact, hit.distance, hit.status, hit.lower_bound_ms) == (True, 0.0, "feasible", 5.0)
+    assert (hit.schedule.programs, hit.schedule.method) == (gpipe(problem).programs, "gpipe")
 
 
 def test_rules_are_kept_with_a_schedule(cache: Cache) -> None:
@@ -103,13 +87,9 @@ def test_a_faster_machine_has_distance_zero_and_its_own_makespan(cache: Cache) -
     twice = chain(scale=2.0)
     hit = cache.lookup(twice)
     assert hit is not None
-    assert not hit.exact
-    assert hit.distance == 0.0
-    assert hit.schedule.problem == twice
+    assert (hit.exact, hit.distance, hit.schedule.problem) == (False, 0.0, twice)
     assert hit.schedule.makespan_ms <= 2 * gpipe(chain()).makespan_ms * (1 + 1e-9)
-    assert (hit.status, hit.lower_bound_ms) == ("feasible", None), (
-        "what was proven of another problem says nothing of this one"
-    )
+    assert (hit.status, hit.lower_bound_ms) == ("feasible", None), "what was proven is of another problem"
 
 
 def test_the_nearest_comes_first(each_cache: Cache) -> None:
@@ -143,16 +123,13 @@ def test_what_would_take_too_long_is_given_up_and_reported(
     assert "given up: it had verified schedules of 8 ops" in caplog.text
 
 
-def test_without_a_valid_schedule_there_is_no_hit(cache: Cache) -> None:
+LESS = tuple(device.model_copy(update={"activation_budget_bytes": 900}) for device in chain().devices)
+
+
+@pytest.mark.parametrize("other", [chain(offload=None), chain(link="pcie0"), chain().replace(devices=LESS)])
+def test_another_structure_or_too_little_memory_is_never_a_hit(cache: Cache, other: Problem) -> None:
     cache.add(gpipe(chain(memory=2)), "feasible")
-    less = [device.model_copy(update={"activation_budget_bytes": 900}) for device in chain().devices]
-    assert cache.lookup(chain().replace(devices=tuple(less))) is None
-
-
-@pytest.mark.parametrize("other", [chain(offload=None), chain(link="pcie0")])
-def test_another_structure_is_never_a_hit(cache: Cache, other: Problem) -> None:
-    cache.add(gpipe(chain()), "feasible")
-    assert structure(other) != structure(chain())
+    assert (structure(other) == structure(chain())) == (other.devices == LESS)
     assert cache.lookup(other) is None
 
 
@@ -183,20 +160,20 @@ def _forwards(cache: Cache) -> list[tuple[float, int]]:
     return [(entry.problem.stages[0].forward_ms, hits) for entry, hits in cache.entries_and_hits()]
 
 
-def test_what_is_kept_for_another_problem_is_no_hit(each_cache: Cache, spoil: Spoil, caplog: Any) -> None:
+def test_what_is_kept_for_another_problem_is_no_hit(each_cache: Cache, caplog: Any) -> None:
     """Its bound would be told as this problem's."""
     best = gpipe(chain(memory=2, forward=0.5))
     each_cache.add(best, "optimal", best.makespan_ms)
     [other] = each_cache.export_lines()
     each_cache.prune(0)
     each_cache.add(gpipe(chain(memory=2)), "feasible")
-    spoil("entry", other)
+    spoil(each_cache, "entry", other)
     assert each_cache.lookup(chain(memory=2)) is None
     assert each_cache.lookup(chain(memory=2, forward=1.01)) is None
     assert "of another problem" in caplog.text
 
 
-def test_prune_keeps_what_was_used_last(each_cache: Cache, spoil: Spoil) -> None:
+def test_prune_keeps_what_was_used_last(each_cache: Cache) -> None:
     for forward in (1.0, 2.0, 3.0):
         each_cache.add(gpipe(chain(forward=forward)), "feasible")
     assert each_cache.lookup(chain(forward=1.0))
@@ -204,7 +181,7 @@ def test_prune_keeps_what_was_used_last(each_cache: Cache, spoil: Spoil) -> None
     assert _forwards(each_cache) == [(1.0, 1), (3.0, 0)]
     assert each_cache.prune(2) == each_cache.prune(10**30) == 0
     assert each_cache.prune(days=1) == each_cache.prune(days=10**9) == 0
-    spoil("used", (datetime.now(UTC) - timedelta(days=3)).isoformat())
+    spoil(each_cache, "used", (datetime.now(UTC) - timedelta(days=3)).isoformat())
     assert each_cache.prune(days=4) == 0
     assert each_cache.prune(days=2) == 2
     for wrong in ({"keep": -1}, {"days": -0.5}):
@@ -236,10 +213,10 @@ def test_a_full_cache_loses_what_was_unused_longest(each_cache: Cache) -> None:
     assert _forwards(full) == [(1.0, 1), (3.0, 0)], "a better entry keeps its hits"
 
 
-def test_a_damaged_entry_is_no_hit_and_is_replaced(each_cache: Cache, spoil: Spoil) -> None:
+def test_a_damaged_entry_is_no_hit_and_is_replaced(each_cache: Cache) -> None:
     each_cache.add(gpipe(chain()), "feasible")
     [line] = each_cache.export_lines()
-    spoil("entry", line.replace("0F1", "0F7"))
+    spoil(each_cache, "entry", line.replace("0F1", "0F7"))
     assert each_cache.lookup(chain()) is None
     assert each_cache.lookup(chain(scale=2.0)) is None
     assert each_cache.add(gpipe(chain()), "feasible")
@@ -247,11 +224,9 @@ def test_a_damaged_entry_is_no_hit_and_is_replaced(each_cache: Cache, spoil: Spo
 
 
 @pytest.mark.parametrize("damaged", [b"", b"1", b"\xff" * 99])
-def test_damaged_features_are_no_hit_and_are_reported(
-    each_cache: Cache, spoil: Spoil, damaged: bytes, caplog: Any
-) -> None:
+def test_damaged_features_are_no_hit_and_are_reported(each_cache: Cache, damaged: bytes, caplog: Any) -> None:
     each_cache.add(gpipe(chain()), "feasible")
-    spoil("features", damaged)
+    spoil(each_cache, "features", damaged)
     assert each_cache.lookup(chain(scale=2.0)) is None
     assert "skipped 1 entries whose features cannot be read" in caplog.text
     assert each_cache.lookup(chain()) is not None
@@ -265,9 +240,8 @@ def test_files_that_are_not_caches_are_refused_in_one_sentence(tmp_path: Path) -
     with pytest.raises(InputError, match="text/below"):
         Cache(text / "below" / "cache.sqlite")
     newer = tmp_path / "newer"
-    db = sqlite3.connect(newer)
-    db.execute("PRAGMA user_version = 7")
-    db.close()
+    with closing(sqlite3.connect(newer)) as db:
+        db.execute("PRAGMA user_version = 7")
     with pytest.raises(InputError, match="version 7"):
         Cache(newer)
 
@@ -314,7 +288,7 @@ def test_a_bound_from_outside_is_not_kept(each_cache: Cache, tmp_path: Path) -> 
     imported = Cache(tmp_path / "imported.sqlite")
     assert imported.import_lines([*each_cache.export_lines(), entry.model_dump_json()]) == 1
     hit = imported.lookup(chain())
-    assert hit is not None
+    assert hit
     assert (hit.exact, hit.status, hit.lower_bound_ms) == (True, "feasible", None)
     imported.add(*proven)  # now one of this user's
     assert [entry.status for entry in imported.entries()] == ["optimal"]

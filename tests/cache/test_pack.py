@@ -84,16 +84,13 @@ def test_the_release_has_what_this_version_finds() -> None:
     assert rows > 1000
 
 
-def test_the_first_lookup_of_an_ordinary_problem_is_a_hit(tmp_path: Path) -> None:
+def test_the_first_lookup_of_an_ordinary_problem_is_a_hit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command says where it was found, and the gap."""
     for problem in ordinary_problems(np.random.default_rng(5), 8):
         hit = user_cache(tmp_path / "fresh.sqlite").lookup(problem)
         assert hit is not None, problem.name
         assert hit.source == "pack"
         assert check(problem, hit.schedule) == []
-
-
-def test_the_command_tells_where_it_was_found_and_the_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [problem] = ordinary_problems(np.random.default_rng(1), 1)
     problem.save(tmp_path / "problem.json")
     command = ["cache", "lookup", str(tmp_path / "problem.json"), "--cache", str(tmp_path / "c"), "--json"]
     optpipe()(command)

@@ -58,19 +58,14 @@ def test_simulate_times_a_schedule_for_the_problem_given(scripted, small):
 def test_show(scripted, small):
     one_at_a_time(small).save("s.json")
     code, out, _ = scripted("show", "s.json")
-    assert code == 0
-    assert "device 1" in out
+    assert (code, "device 1" in out) == (0, True)
     assert scripted("show", "s.json", "--svg", "s.svg", "--trace", "t.json")[0] == 0
     assert Path("s.svg").read_text().count("<title>") == 18
     events = json.loads(Path("t.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 18
     assert json.loads(scripted("show", "s.json", "--json")[1])["makespan_ms"] == one_at_a_time(small).makespan_ms
-
-
-def test_show_compares_two_schedules_on_a_page(scripted, small):
-    one_at_a_time(small).save("slow.json")
     all_forwards_first(small).save("fast.json")
-    assert scripted("show", "fast.json", "--before", "slow.json", "--html", "s.html")[0] == 0
+    assert scripted("show", "fast.json", "--before", "s.json", "--html", "s.html")[0] == 0
     document = json.loads(re.search(r'id="document">(.*?)</script>', Path("s.html").read_text(), re.DOTALL)[1])
     lengths = [one_at_a_time(small).makespan_ms, all_forwards_first(small).makespan_ms]
     assert [each["makespan_ms"] for each in document["schedules"]] == lengths

@@ -16,8 +16,6 @@ from optpipe.results import Result
 from optpipe_solver.compare import EVERY
 
 TESTS = Path(__file__).parents[1]
-
-
 COSTS = stage((10, 10, 8), (5, 2), offload=(12, 12, 5))
 
 
@@ -76,10 +74,8 @@ def test_some_methods_do_not_apply_to_the_given_stages():
     assert told == ["interleaved", "1f1b"]
     assert [row.method for row in rows] == ["1f1b", "interleaved"]
     assert rows[0].reason == "device 0 needs 20 B and has 15 B"
-    assert rows[1].reason == (
-        "interleaved needs 2 or more looped stages a device: the problem has other stages (with all placements "
-        "it is given them)"
-    )
+    reason = "interleaved needs 2 or more looped stages a device: the problem has other stages (with all placements "
+    assert rows[1].reason == reason + "it is given them)"
 
 
 @pytest.mark.parametrize(
@@ -103,11 +99,7 @@ def test_every_generated_schedule_is_verified(monkeypatch):
     monkeypatch.setattr(solvers.installed(), "COMPARE", "support.fakes.lying_compare_solver")
     small = chain(m=3)
     honest, greedy, *rest = optpipe.compare(small, ["any"]).rows
-    assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == (
-        "honest",
-        one_by_one(small).makespan_ms,
-        3.0,
-    )
+    assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == ("honest", one_by_one(small).makespan_ms, 3)
     assert (greedy.method, greedy.makespan_ms) == ("greedy", gpipe(small).makespan_ms)
     assert greedy.reason == "device 0 needs 3 kB and has 2 kB"
     reasons = {row.method: row.reason for row in rest}

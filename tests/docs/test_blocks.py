@@ -1,8 +1,10 @@
 """Every block of code in the docs is run: here page by page, or by the test that this file names; or the page says why
-not, in a comment before the block."""
+not, in a comment before the block. So are the cells of examples/tour.ipynb, and what they end with can be shown."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from optpipe import Problem, export_schedule
+from optpipe.show.page import Picture
 from optpipe_cli.app import optpipe
 from optpipe_solver.systems import generate
 
@@ -147,3 +150,29 @@ def write_what_the_reader_has(folder: Path) -> None:
     problem = Problem.load(ROOT / "examples" / "problems" / "ample-8x24.json")
     problem.save(folder / "p.json")
     (folder / "theirs.csv").write_text(export_schedule(generate("1f1b", problem), "torch-csv"), encoding="utf-8")
+
+
+def test_the_cells_of_the_notebook_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT / "examples")
+    cells = json.loads(Path("tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    scope: dict[str, Any] = {}
+    shown = [last_value(text.replace("time_limit_s=10", "time_limit_s=100, gap=1.0"), scope) for text in code]
+    assert [complaint.partition(" during")[0] for complaint in shown[1]] == ["device 0 needs 20 GB"]
+    pictures = [value for value in shown if isinstance(value, Picture)]
+    assert len(pictures) == 2
+    assert all("<" in picture._repr_html_() for picture in pictures)
+    peaks = re.findall(r"peaks (\[.*\])", capsys.readouterr().out)
+    assert len(peaks) == 2
+    assert peaks[0] == peaks[1], "the certificate does not depend on times"
+
+
+def last_value(text: str, scope: dict[str, Any]) -> Any:
+    """Runs a cell; the value of its last line, as a notebook shows it, None if that is no expression."""
+    tree = ast.parse(text)
+    last = tree.body[-1]
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, "tour.ipynb", "exec"), scope)
+        return None
+    exec(compile(ast.Module(tree.body[:-1], []), "tour.ipynb", "exec"), scope)
+    return eval(compile(ast.Expression(last.value), "tour.ipynb", "eval"), scope)

@@ -38,7 +38,6 @@ PATTERNS = (
     "runtime/test_split_stages.py::test_*compiled*",
     # Pages and examples of the docs
     "docs/test_blocks.py*",
-    "docs/test_notebook.py*",
     "docs/test_contributing.py*",
     # What several new processes do
     "cache/test_processes.py*",

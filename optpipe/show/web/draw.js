@@ -6,7 +6,7 @@ import { theme } from "./theme.js";
 import { bytes, ms, percent, waitOf } from "./words.js";
 /** @import { Schedule } from "./data.js" */
 /** @import { Frame } from "./layout.js" */
-/** @import { Box, Labels } from "./shapes.js" */
+/** @import { Box } from "./shapes.js" */
 /** @import { Theme } from "./theme.js" */
 
 /**
@@ -51,7 +51,9 @@ export async function draw(element, schedules, view) {
         const boxes = rows.filter((row) => schedule.ops.colour[row] === colour).map((row) => boxOf(schedule, row));
         if (boxes.length) traces.push(filled(boxes, axis, fill, between, `ops ${i} ${fill}`));
       });
-      written.push(texts(labels(schedule, rows, view.range, scale, panel.height / panel.devices), axis));
+      const { x, y, text, colour, size } = labels(schedule, rows, view.range, scale, panel.height / panel.devices);
+      const textfont = { color: colour, size };
+      written.push({ type: "scatter", mode: "text", x, y, yaxis: axis, text, textfont, hoverinfo: "skip", cliponaxis: true });
     } else {
       const dense = Math.min(2, window.devicePixelRatio || 1);
       const size = [Math.round(pixels * dense), Math.round(panel.height * dense)];
@@ -65,23 +67,19 @@ export async function draw(element, schedules, view) {
     if (view.critical)
       traces.push(...through(schedule, Array.from(schedule.critical_path), axis, colours.ink, colours));
     if (view.chosen?.schedule === i) traces.push(...chosenTraces(schedule, view.chosen, axis, colours));
-    notes.push(note(headline(schedule, schedules, frame), panel.top, frame, colours));
+    const role = schedules.length > 1 && schedule.ops.changed ? (schedule.index ? "After" : "Before") : "";
+    const name = [role, schedule.method].filter(Boolean).join(": ") || "schedule";
+    const headline = `${name} · ${ms(schedule.makespan_ms)}${frame.narrow ? "" : ` · bubble ${percent(schedule.bubble)}`}`;
+    notes.push(note(headline, panel.top, frame, colours));
   });
   if (frame.memory.height) {
     traces.push(...memoryTraces(schedules, view, colours));
-    notes.push(...memoryNotes(schedules, view, frame, colours));
+    notes.push(memoryNote(schedules, view, frame, colours));
   }
   traces.push(...written);
   Object.assign(layout, { images, annotations: notes });
   await Plotly.react(element, traces, layout, CONFIG);
   return frame;
-}
-
-/** @param {Schedule} schedule @param {Schedule[]} schedules @param {Frame} frame */
-function headline(schedule, schedules, frame) {
-  const role = schedules.length > 1 && schedule.ops.changed ? (schedule.index ? "After" : "Before") : "";
-  const name = [role, schedule.method].filter(Boolean).join(": ") || "schedule";
-  return `${name} · ${ms(schedule.makespan_ms)}${frame.narrow ? "" : ` · bubble ${percent(schedule.bubble)}`}`;
 }
 
 /** @param {{x: (number | null)[], y: (number | null)[]}} path @param {string} yaxis @param {object} line */
@@ -104,12 +102,6 @@ function gapTraces(schedule, gaps, axis, colours) {
     const colour = wait === "start" || wait === "end" ? colours.idle : colours.wait;
     return filled(boxes, axis, colour, { width: 0 }, wait, wait === "transfer" ? hatched : undefined);
   });
-}
-
-/** @param {Labels} found @param {string} yaxis */
-function texts({ x, y, text, colour, size }, yaxis) {
-  const textfont = { color: colour, size };
-  return { type: "scatter", mode: "text", x, y, yaxis, text, textfont, hoverinfo: "skip", cliponaxis: true };
 }
 
 /** A bar along the top of each op that moved, and of another colour of each that only this schedule has.
@@ -179,7 +171,7 @@ function memoryTraces(schedules, { device, range }, colours) {
 }
 
 /** @param {Schedule[]} schedules @param {View} view @param {Frame} frame @param {Theme} colours */
-function memoryNotes(schedules, { device }, frame, colours) {
+function memoryNote(schedules, { device }, frame, colours) {
   const after = schedules[schedules.length - 1];
   const { limit, peak, at, isNear } = memoryOf(after, device);
   const other = after.ops.changed ? "before" : "the other";
@@ -188,7 +180,7 @@ function memoryNotes(schedules, { device }, frame, colours) {
       ? [`Activation memory of device ${device}`, `certified peak ${bytes(peak)} (dotted), during ${at}`]
       : [`Device ${device}`, `peak ${bytes(peak)}${frame.narrow ? "" : " (dotted)"}`];
   parts.push(`limit ${bytes(limit)}${isNear ? " (dashed)" : ""}`, ...(schedules.length > 1 && !frame.narrow ? [`${other} in grey`] : []));
-  return [note(parts.join(" · "), frame.memory.top, frame, colours)];
+  return note(parts.join(" · "), frame.memory.top, frame, colours);
 }
 
 /** A line of text above a panel.

@@ -81,7 +81,9 @@ export function heading({ title, schedules, lower_bound_ms, gap }) {
   const after = schedules[schedules.length - 1];
   const before = schedules.length > 1 ? schedules[0] : null;
   const full = fullest(after);
-  const changed = before ? change(after.makespan_ms, before.makespan_ms) : `span ${ms(after.span_ms)}`;
+  const share = before ? after.makespan_ms / before.makespan_ms - 1 : 0;
+  const from = before ? `${share > 0 ? "+" : "−"}${percent(Math.abs(share))} from ${ms(before.makespan_ms)}` : "";
+  const changed = !before ? `span ${ms(after.span_ms)}` : Math.abs(share) < 5e-4 ? "as before" : from;
   const ofLimit = full > 1 ? "of the limit: does not fit" : "of the limit, fullest device";
   const tiles = [
     tile("Makespan", ms(after.makespan_ms), changed),
@@ -95,12 +97,6 @@ export function heading({ title, schedules, lower_bound_ms, gap }) {
   const about = element("p", "", [after.method, size].filter(Boolean).join(" · "));
   const names = element("div", "names", element("h1", "", title), about);
   return element("header", "", names, element("div", "tiles", ...tiles));
-}
-
-/** @param {number} now @param {number} then */
-function change(now, then) {
-  const share = now / then - 1;
-  return Math.abs(share) < 5e-4 ? "as before" : `${share > 0 ? "+" : "−"}${percent(Math.abs(share))} from ${ms(then)}`;
 }
 
 /** A figure with its name above and more about it below.
@@ -133,7 +129,13 @@ function entry(letter, name, colour, text, className = "") {
  * @param {Document} found @param {Schedule} schedule @param {boolean} named */
 export function shares({ kinds }, schedule, named) {
   const whole = schedule.devices.length * schedule.makespan_ms || 1;
-  const parts = kinds.map(({ name, colour, letter }) => ({ name, colour, className: "", ms: busy(schedule, letter) }));
+  const { ops, letters } = schedule;
+  const busy = new Map(letters.map((letter) => [letter, 0])); // transfers run beside compute; a pair shares its time
+  ops.kind.forEach((kind, row) => {
+    const own = ops.lane[row] < OUTWARD ? (ops.end[row] - ops.start[row]) / (ops.lane[row] ? 2 : 1) : 0;
+    busy.set(letters[kind], (busy.get(letters[kind]) ?? 0) + own);
+  });
+  const parts = kinds.map(({ name, colour, letter }) => ({ name, colour, className: "", ms: busy.get(letter) ?? 0 }));
   const { begin, end } = schedule.gaps;
   const waits = { device: 0, transfer: 0, start: 0, end: 0 };
   begin.forEach((from, gap) => (waits[waitOf(schedule, gap)] += end[gap] - from));
@@ -168,19 +170,6 @@ function criticalPath({ ops, critical_path, makespan_ms }) {
   const shares = Object.entries(parts).filter(([, time]) => time > 1e-9 * makespan_ms);
   const said = shares.map(([name, time]) => `${name} ${percent(time / (makespan_ms || 1))}`).join(", ");
   return `The critical path has ${critical_path.length} ops: ${said}.`;
-}
-
-/** The compute time of a kind; transfers run beside it and take none.
- * @param {Schedule} schedule @param {string} letter */
-function busy({ ops, letters }, letter) {
-  const kind = letters.indexOf(letter);
-  let sum = 0;
-  // The ops of a pair share its time.
-  for (let row = 0; row < ops.kind.length; row++) {
-    if (ops.kind[row] === kind && ops.lane[row] < OUTWARD)
-      sum += (ops.end[row] - ops.start[row]) / (ops.lane[row] ? 2 : 1);
-  }
-  return sum;
 }
 
 /** What devices wait for, as buttons that lead to the longest such wait; before their first op and after their last all

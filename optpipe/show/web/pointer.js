@@ -110,21 +110,17 @@ export function listen(plot, picture, signal) {
     const next = event.altKey ? null : moved(schedules, chosen, event.key);
     if (event.key === "Escape") picture.choose(null);
     else if (event.key === "+" || event.key === "-") {
+      const [from, to] = picture.range();
       const { begin, end } = chosen ? spanOf(schedules[chosen.schedule], chosen) : { begin: NaN, end: NaN };
-      picture.zoom(scaled(picture.range(), event.key === "+" ? 0.5 : 2, (begin + end) / 2));
+      const at = (begin + end) / 2; // around what is chosen, where that is in sight
+      const middle = at > from && at < to ? at : (from + to) / 2;
+      const half = (to - from) * (event.key === "+" ? 0.25 : 1);
+      picture.zoom([middle - half, middle + half]);
     } else if (next) picture.choose(next);
     else return;
     event.preventDefault();
   });
   return placeOf;
-}
-
-/** A time shorter or longer by a factor, around a moment where that is in it.
- * @param {[number, number]} range @param {number} factor @param {number} at @returns {[number, number]} */
-function scaled([from, to], factor, at) {
-  const middle = at > from && at < to ? at : (from + to) / 2;
-  const half = ((to - from) / 2) * factor;
-  return [middle - half, middle + half];
 }
 
 /** What an arrow key leads to: the op before or behind, or the one at that time on the device above or below.

@@ -68,11 +68,11 @@ export function reason(schedule, row) {
   if (before < 0) return `${opName(schedule, row)} starts with the schedule`;
   const [own, other] = [opName(schedule, row), opName(schedule, before)];
   const late = ops.start[row] - ops.end[before];
+  const isMoving = ops.lane[row] >= OUTWARD && ops.lane[row] !== NOWHERE;
   switch (ops.cause[row]) {
     case Cause.STREAM:
-      return ops.lane[before] === NOWHERE
-        ? `${own} stands behind ${other}, which waits`
-        : `${own} follows ${other} on ${streamOf(schedule, row)}`;
+      if (ops.lane[before] === NOWHERE) return `${own} stands behind ${other}, which waits`;
+      return `${own} follows ${other} on ${isMoving ? "the link of " : ""}device ${ops.device[row]}`;
     case Cause.ACROSS:
       return late > 1e-9 * (1 + schedule.makespan_ms)
         ? `${own} needs the message of ${other}, ${ms(late)} after its end on device ${ops.device[before]}`
@@ -86,22 +86,14 @@ export function reason(schedule, row) {
   }
 }
 
-/** @param {Schedule} schedule @param {number} row */
-function streamOf({ ops }, row) {
-  const device = `device ${ops.device[row]}`;
-  return ops.lane[row] >= OUTWARD && ops.lane[row] !== NOWHERE ? `the link of ${device}` : device;
-}
-
 /** What a device waits for in a gap: a name in `WAITS`.
  * @param {Schedule} schedule @param {number} gap @returns {keyof typeof WAITS} */
 export function waitOf({ ops, gaps }, gap) {
   if (gaps.last[gap]) return "end";
   let row = gaps.row[gap];
   while (ops.cause[row] === Cause.STREAM && ops.lane[ops.waited_for[row]] === NOWHERE) row = ops.waited_for[row];
-  if (ops.lane[row] !== NOWHERE && ops.cause[row] !== Cause.RESTORED) {
-    return gaps.begin[gap] === 0 ? "start" : "device";
-  }
-  return "transfer";
+  if (ops.lane[row] === NOWHERE || ops.cause[row] === Cause.RESTORED) return "transfer";
+  return gaps.begin[gap] === 0 ? "start" : "device";
 }
 
 /** What speaks against an op that stood ready in a gap.
