@@ -26,7 +26,7 @@ NO_CODE = {"diff", "math", "sh-compose", "text", "yaml"}
 # Pages whose blocks belong together in a way of their own, and the test that runs them.
 ELSEWHERE = {
     ("CONTRIBUTING.md", "python"): "tests/docs/test_contributing.py",
-    ("README.md", "python"): "tests/docs/test_commands.py",
+    ("README.md", "python"): "tests/docs/test_pages.py",
     ("docs/profile.md", "python"): "tests/runtime/test_follow.py",
     ("docs/service.md", "sh"): "tests/deploy/test_service_page.py",
     ("docs/training.md", "python"): "tests/runtime/test_training.py",

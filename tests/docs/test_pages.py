@@ -1,4 +1,5 @@
-"""Prose: links lead somewhere, files, modules and functions that pages name are there, and no page is left out."""
+"""Pages: links lead somewhere, files, modules, functions, commands and options that they name are there, and no page is
+left out."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import pytest
 
 import optpipe
 import optpipe_runtime
+from optpipe import Problem, Schedule, check
+from optpipe_cli.app import optpipe as command_line
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -113,3 +116,31 @@ def test_the_pictures_of_the_concepts_are_those_that_are_drawn_now() -> None:
 
 def test_the_readme_fits_on_two_screens() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 80
+
+
+COMMANDS, PAGE = command_line(), read("commands.md")
+
+
+def test_the_page_has_every_command() -> None:
+    shown = re.findall(r"^\| `optpipe (\w+)", PAGE, re.MULTILINE)
+    assert sorted(shown) == sorted(name for name in COMMANDS if not name.startswith("-"))
+
+
+@pytest.mark.parametrize("text", re.findall(r"^(?:\| `|`)?(optpipe [a-z].*)$", PAGE, re.MULTILINE))
+def test_a_command_has_the_options_that_stand_beside_it(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = r"(?<=[ `(])--?[a-z][a-z-]*"
+    words = text.replace("`", " ").split()[1:]
+    COMMANDS([words[0], *words[1:2] * (words[0] in ("cache", "keys", "problem") and words[1].islower()), "--help"])
+    assert set(re.findall(options, text)) <= set(re.findall(options, capsys.readouterr().out))
+
+
+def test_the_lines_of_python_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert "time_limit_s=20" in lines
+    problem = ROOT / "examples" / "problems" / "fastlink-8x16.json"
+    lines = lines.replace("time_limit_s=20", "time_limit_s=100, gap=1.0")
+    lines = lines.replace("examples/problems/fastlink-8x16.json", str(problem))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(lines, "README.md", "exec"), {})
+    assert check(Problem.load(problem), Schedule.load("schedule.json")) == []

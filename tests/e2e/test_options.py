@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import httpx
 import pytest
@@ -42,40 +42,23 @@ OTHER = {"number": 0.25, "integer": 64}
 WRONG = {"number": -1.0, "integer": -1, "string": "\0" * 101, "array": []}
 
 
-class Option(NamedTuple):
-    """One option of a record."""
-
-    name: str
-    kind: str
-    choices: list[str]  # of a string, where only these are allowed
-    default: Any
-    help: str
+def schemas(record: type[SearchOptions]) -> dict[str, dict[str, Any]]:
+    """The JSON schema of each option of a record, without null."""
+    properties = record.model_json_schema()["properties"]
+    return {name: schema | schema.get("anyOf", [{}])[0] for name, schema in properties.items()}
 
 
-def options_of(record: type[SearchOptions]) -> list[Option]:
-    """The options of a record by its JSON schema."""
-    listed = []
-    for name, described in record.model_json_schema()["properties"].items():
-        schema = described.get("anyOf", [described])[0]  # of a value or null
-        choices = schema.get("enum", [])
-        listed.append(Option(name, schema["type"], choices, described.get("default"), described["description"]))
-    return listed
+def others(record: type[SearchOptions]) -> dict[str, Any]:
+    """A valid value of each option that is not the default."""
+    values = {}
+    for name, schema in schemas(record).items():
+        choices = [choice for choice in schema.get("enum", ()) if choice != schema["default"]]
+        values[name] = choices[0] if choices else TEXTS.get(name, OTHER.get(schema["type"]))
+        assert values[name] not in (None, schema.get("default")), f"{name} needs a value to be tested with"
+    return values
 
 
-def other(option: Option) -> Any:
-    """A valid value that is not the default."""
-    choices = [choice for choice in option.choices if choice != option.default]
-    value = choices[0] if choices else TEXTS.get(option.name, OTHER.get(option.kind))
-    assert value not in (None, option.default), f"{option.name} needs a value to be tested with"
-    return value
-
-
-def wrong(option: Option) -> Any:
-    return "neither" if option.choices else WRONG[option.kind]
-
-
-SOLVE = {option.name: other(option) for option in options_of(SolveOptions)}
-COMPARE = {option.name: other(option) for option in options_of(CompareOptions)}
+SOLVE, COMPARE = others(SolveOptions), others(CompareOptions)
 TRAINING = SOLVE | {"placements": "keep"}
 Requests = list[SearchOptions]
 
@@ -223,21 +206,9 @@ def test_what_counts_is_the_same_in_the_solver_the_service_and_the_client(option
         assert offer.schedule.problem == placed
 
 
-def refusals(doors: dict[str, Callable[[dict[str, Any]], Any]], option: Option) -> set[str]:
-    """How the doors refuse a wrong value, without their own names, and the option without its flag."""
-    told = set()
-    for name, door in doors.items():
-        with pytest.raises(InputError) as refused:
-            door({option.name: wrong(option)})
-        text = str(refused.value).replace(f"--{option_name(option.name)}", option.name).replace("'", "")
-        told.add(re.sub(r"^(solve|improve|compare|body|ScheduleClient|Follower): ", "", text))
-        assert "\n" not in text, name
-    return told
-
-
-@pytest.mark.parametrize("option", options_of(SolveOptions), ids=lambda option: option.name)
+@pytest.mark.parametrize("option", SOLVE)
 def test_a_wrong_value_is_refused_in_the_same_words(
-    option: Option, shared_url: str, asked: Requests, tmp_path: Path
+    option: str, shared_url: str, asked: Requests, tmp_path: Path
 ) -> None:
     nothing: Any = None
     doors: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -246,17 +217,24 @@ def test_a_wrong_value_is_refused_in_the_same_words(
         "Follower": lambda options: follow.Follower(nothing, NOWHERE, **options),
         **{name: lambda options, name=name: SOLVING[name](tmp_path, options) for name in SOLVING},  # type: ignore[misc]
     }
-    if option.name in CompareOptions.model_fields:
+    if option in CompareOptions.model_fields:
         for name in COMPARING:
             doors[name] = lambda options, name=name: COMPARING[name](tmp_path, options)  # type: ignore[misc]
-    (told,) = refusals(doors, option)
-    assert told.startswith(f"{option.name} = ")
+    schema, told = schemas(SolveOptions)[option], set()
+    for name, door in doors.items():
+        with pytest.raises(InputError) as refused:
+            door({option: "neither" if "enum" in schema else WRONG[schema["type"]]})
+        text = str(refused.value).replace(f"--{option_name(option)}", option).replace("'", "")
+        told.add(re.sub(r"^(solve|improve|compare|body|ScheduleClient|Follower): ", "", text))
+        assert "\n" not in text, name
+    (said,) = told
+    assert said.startswith(f"{option} = ")
     assert asked == []
 
 
 def test_the_page_has_a_table_of_all_options() -> None:
     lines = []
-    for option in options_of(SolveOptions):
-        default = "" if option.default is None else f"`{option.default}`"
-        lines.append(f"| `--{option_name(option.name)}` | `{option.name}` | {default} | {option.help} |\n")
+    for name, schema in schemas(SolveOptions).items():
+        default = "" if schema["default"] is None else f"`{schema['default']}`"
+        lines.append(f"| `--{option_name(name)}` | `{name}` | {default} | {schema['description']} |\n")
     assert "".join(lines) in PAGE
