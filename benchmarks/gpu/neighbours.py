@@ -22,9 +22,8 @@ from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.lowering.actions import messages_between, programs_of
 from optpipe_runtime.lowering.plan import Message
-from optpipe_runtime.lowering.prepare import prepare
+from optpipe_runtime.lowering.prepare import messages_between, prepare, programs_of
 from optpipe_runtime.memory.engines import Clock
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.layout import Layout

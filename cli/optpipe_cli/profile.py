@@ -91,7 +91,7 @@ def _measure(model: str, sizes: tuple[int, int | None, int | None], **options: A
     import torch
     import torch.distributed as dist
 
-    from optpipe_runtime.factory import BatchSizes, find_factory
+    from optpipe_runtime.profiles import BatchSizes, find_factory
 
     on_gpu = torch.cuda.is_available()
     if on_gpu:

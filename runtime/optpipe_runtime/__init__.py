@@ -1,7 +1,7 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `steps`, `service`, `factory`, `in_torch`, `megatron`: what users call;
+- `pipeline`, `steps`, `service`, `profiles`, `in_torch`, `megatron`: what users call;
 - `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from optpipe_runtime.execute.batch import Microbatches
     from optpipe_runtime.execute.report import Excess, OpTime, StepReport
-    from optpipe_runtime.factory import Setup
     from optpipe_runtime.features.host_optimizer import HostOptimizer
     from optpipe_runtime.in_torch import TorchSchedule, name_ranges, record_trace, torch_schedule
     from optpipe_runtime.lowering.plan import Plan
@@ -30,38 +29,33 @@ if TYPE_CHECKING:
     from optpipe_runtime.models.part import as_whole
     from optpipe_runtime.models.stages import stages_of
     from optpipe_runtime.pipeline import Pipeline
-    from optpipe_runtime.pipeline.layered import on_all_ranks, profile_layers
+    from optpipe_runtime.profiles import Setup, on_all_ranks, profile_layers
     from optpipe_runtime.ranks.layout import Layout
     from optpipe_runtime.service.client import ScheduleClient
     from optpipe_runtime.service.follow import Follower
     from optpipe_runtime.stage.split import weight_grads
     from optpipe_runtime.steps import PlannedSteps
 
-_HOME = {
-    "Excess": "execute.report",
-    "Follower": "service.follow",
-    "HostOptimizer": "features.host_optimizer",
-    "Layout": "ranks.layout",
-    "Microbatches": "execute.batch",
-    "OpTime": "execute.report",
-    "Pipeline": "pipeline",
-    "Plan": "lowering.plan",
-    "PlannedSteps": "steps",
-    "Profiler": "measure.drift",
-    "ScheduleClient": "service.client",
-    "Setup": "factory",
-    "StepReport": "execute.report",
-    "TorchSchedule": "in_torch",
-    "as_whole": "models.part",
-    "name_ranges": "in_torch",
-    "on_all_ranks": "pipeline.layered",
-    "prepare": "lowering.prepare",
-    "profile_layers": "pipeline.layered",
-    "record_trace": "in_torch",
-    "stages_of": "models.stages",
-    "torch_schedule": "in_torch",
-    "weight_grads": "stage.split",
+# The names of each module: imported when first used, so that what needs no torch does not wait for it.
+_NAMES = {
+    "execute.batch": "Microbatches",
+    "execute.report": "Excess OpTime StepReport",
+    "features.host_optimizer": "HostOptimizer",
+    "in_torch": "TorchSchedule name_ranges record_trace torch_schedule",
+    "lowering.plan": "Plan",
+    "lowering.prepare": "prepare",
+    "measure.drift": "Profiler",
+    "models.part": "as_whole",
+    "models.stages": "stages_of",
+    "pipeline": "Pipeline",
+    "profiles": "Setup on_all_ranks profile_layers",
+    "ranks.layout": "Layout",
+    "service.client": "ScheduleClient",
+    "service.follow": "Follower",
+    "stage.split": "weight_grads",
+    "steps": "PlannedSteps",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "Excess",
     "Follower",

@@ -15,7 +15,7 @@ from optpipe import Problem
 from optpipe.errors import InputError
 from optpipe_cli import profile
 from optpipe_cli.main import main
-from optpipe_runtime.factory import BatchSizes, Setup, find_factory
+from optpipe_runtime.profiles import BatchSizes, Setup, find_factory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
 MODEL = PAGE.split("```python\n")[1].split("```")[0]  # the page's own

@@ -13,7 +13,7 @@ from support.ranks.named import in_a_row, profiled
 
 from optpipe.errors import InputError
 from optpipe_runtime import as_whole
-from optpipe_runtime.factory import BatchSizes, find_factory
+from optpipe_runtime.profiles import BatchSizes, find_factory
 
 pytestmark = pytest.mark.stacks
 FIELDS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch import nn
 
 from optpipe.errors import InputError
 from optpipe_runtime import Pipeline
-from optpipe_runtime.pipeline.arguments import compute_device, require_no_cuda_graphs
+from optpipe_runtime.pipeline.build import compute_device, require_no_cuda_graphs
 
 
 def test_a_rank_without_parameters_computes_on_the_device_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from optpipe.errors import InputError
 from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.pci import Place, shared_links
-from optpipe_runtime.pipeline.arguments import Options, require_valid_arguments
+from optpipe_runtime.pipeline.build import Options, require_valid_arguments
 
 # NUMA node, bridges from the host on, and GPU; domain 0000, function 0. Dumps of NCCL leave out root ports.
 DGX_A100 = """

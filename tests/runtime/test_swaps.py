@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,6 @@ from torch.nn.functional import mse_loss
 from optpipe.errors import OptPipeError
 from optpipe.model.ops import Op
 from optpipe.schedule import Schedule
-from optpipe_runtime import Layout, Pipeline
-from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.memory.host_memory import PAGE
 from optpipe_runtime.swap.step_times import StepTimes
 
@@ -87,9 +83,8 @@ def nothing_to_go_back_to(placement: Sequence[int], first: Schedule, second: Sch
     with cases.pipeline(modules, first, mse_loss) as pipe:
         complaint = ""
         try:
-            with swaps.failing(
-                "forward", 4 if pipe.number == 1 else 0, torch.OutOfMemoryError("too much")
-            ):  # two are of learning
+            nth = 4 if pipe.number == 1 else 0  # two are of learning
+            with swaps.failing("forward", nth, torch.OutOfMemoryError("too much")):
                 pipe.step(*swaps.batch(0))
         except OptPipeError as error:
             complaint = str(error)
@@ -102,9 +97,8 @@ def test_without_an_earlier_schedule_the_step_is_undone_and_an_error_says_so(ran
     made = schedules({"first": ONE_F_ONE_B, "second": SPLIT})
     told = ranks(nothing_to_go_back_to, placement=[0, 1], first=made["first"], second=made["second"])
     expected = (
-        "rank 1 was at 1F1: F of stage 1, micro-batch 1: OutOfMemoryError: too much; the step is undone, and "
-        "there is no schedule to go "
-        "back to: load one that needs less memory"
+        "rank 1 was at 1F1: F of stage 1, micro-batch 1: OutOfMemoryError: too much; the step is undone, and there is "
+        "no schedule to go back to: load one that needs less memory"
     )
     assert [(complaint, untouched) for complaint, untouched, _ in told] == [(expected, True)] * 2
     assert told[1][2] == swaps.plain(2, 1, 4)[0].losses
@@ -119,15 +113,10 @@ def test_all_ranks_go_back_from_a_schedule_that_is_measured_to_be_slower(ranks: 
     (ran, logged), (ran1, _) = ranks(swaps.paced, placement=[0, 1], schedules=made, ms=ms)
     assert ran == ran1
     first, back = ran.index("slow"), ran.index("quick", ran.index("slow"))
-    assert back - first in (7, 12), (
-        "five measured steps, or ten, the first, which is not, and one with which the time of the last is told"
-    )
-    assert ran.index("better") == len(ran) - ran[::-1].index("quick"), (
-        "it stayed with the quick one, and did not take the slow one again"
-    )
-    assert ran[ran.index("better") :] == ["better"] * (len(ran) - ran.index("better") - 24) + ["slow"] * 24, (
-        "what is loaded is meant"
-    )
+    assert back - first in (7, 12), "five or ten measured steps, the first, and one that sends the last one's time"
+    better = ran.index("better")
+    assert better == len(ran) - ran[::-1].index("quick"), "the slow one is not taken again"
+    assert ran[better:] == ["better"] * (len(ran) - better - 24) + ["slow"] * 24, "what is loaded is meant"
     replaced = [line for line in logged if " replaces " in line]
     assert [line.split(": ", 1)[1].split(", which")[0] for line in replaced] == [
         f"schedule {new} (predicted {made[new].makespan_ms:.1f} ms) replaces {old}"
@@ -140,25 +129,16 @@ def test_all_ranks_go_back_from_a_schedule_that_is_measured_to_be_slower(ranks: 
 
 def paced(before: list[float], after: list[float]) -> int | None:
     """After how many steps of the new schedule the old one is taken again."""
-    old, new = _plans()
-    pace = StepTimes()
-    pace.swapped(old, comparable=False)
+    old, new, pace = object(), object(), StepTimes()
+    pace.swapped(old, comparable=False)  # type: ignore[arg-type]
     for ms in before:
         assert pace.add(ms) is None
-    pace.swapped(new, comparable=True)
+    pace.swapped(new, comparable=True)  # type: ignore[arg-type]
     for k, ms in enumerate(after, 1):
         if found := pace.add(ms):
             assert found[1].plan is old
             return k
     return None
-
-
-@cache
-def _plans() -> tuple[Plan, Plan]:
-    made = schedules({"a": ONE_F_ONE_B, "b": SPLIT})
-    return prepare(made["a"], 0, Layout.from_problem(made["a"].problem)), prepare(
-        made["b"], 0, Layout.from_problem(made["b"].problem)
-    )
 
 
 NOISE: Any = np.random.default_rng(1)
@@ -211,12 +191,8 @@ def too_little_on_the_host(
     placement: Sequence[int], first: Schedule, second: Schedule, pages: int
 ) -> tuple[str, list[float], list[str]]:
     """The second has another number of micro-batches, so what its offloads take is known only in its first step."""
-    limit = pages * PAGE["cpu"]
-    with (
-        Pipeline(swaps.own_stages(placement), placement, mse_loss, first.problem.microbatches, limit) as pipe,
-        swaps.heard() as logged,
-    ):
-        pipe.load(first)
+    modules, limit = swaps.own_stages(placement), pages * PAGE["cpu"]
+    with cases.pipeline(modules, first, mse_loss, host_memory_bytes=limit) as pipe, swaps.heard() as logged:
         pipe.step(*swaps.batch(0))
         pipe.load(second)
         report = pipe.step(*swaps.batch(0))

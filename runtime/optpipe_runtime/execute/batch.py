@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +21,8 @@ from optpipe.errors import InputError
 from optpipe_runtime.stage.io import Kwargs, Shape, tensors_in
 from optpipe_runtime.torch_private.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-
-class _First:
-    """As torch's `TensorChunkSpec(0)`. To import torch.distributed.pipelining takes half a second."""
-
-    split_dim = 0
-
-
-FIRST = _First()
+# As torch's `TensorChunkSpec(0)`. To import torch.distributed.pipelining takes half a second.
+FIRST = SimpleNamespace(split_dim=0)
 
 
 @dataclass(frozen=True)
@@ -64,19 +59,18 @@ class Batch:
     def count(self) -> int | None:
         """How many micro-batches there are, if this rank has any that are cut already. Raises `InputError` if inputs,
         targets and named arguments have different numbers of them."""
-        named = [kwargs for kwargs in self.kwargs.values() if isinstance(kwargs, Mapping)]
         values = {"inputs": self.inputs, "targets": self.targets}
-        for kwargs in (self.kwargs, *named):
+        for kwargs in (self.kwargs, *(each for each in self.kwargs.values() if isinstance(each, Mapping))):
             values |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
         counts = {name: len(value) for name, value in values.items() if isinstance(value, Microbatches)}
+        first = next(iter(counts), "")
         for name, count in counts.items():
-            first = next(iter(counts))
             if count != counts[first] or not count:
                 raise InputError(
                     f"{name} has {count} micro-batches, {first} has {counts[first]}: all need the same number, "
                     "at least 1"
                 )
-        return next(iter(counts.values()), None)
+        return counts.get(first)
 
     def only(self, chosen: Sequence[int], microbatches: int) -> Batch:
         """The batch of some of so many micro-batches."""
@@ -99,19 +93,19 @@ class Batch:
     def cut(self, microbatches: int, inputs: bool, targets: bool, stages: Iterable[int]) -> Cut:
         """What a rank has of each micro-batch that takes inputs, targets, and named arguments for some stages. Raises
         `InputError` if the batch is none."""
+        by_stage = all(isinstance(key, int) for key in self.kwargs)
+        kwargs: dict[int, list[Kwargs]] = {}
+        for s in stages if self.kwargs else ():
+            chunks = {
+                name: _chunks(value, microbatches, f"kwargs[{name!r}]", self.specs.kwargs.get(name, FIRST))
+                for name, value in (self.kwargs.get(s, {}) if by_stage else self.kwargs).items()
+            }
+            kwargs[s] = [{name: chunk[j] for name, chunk in chunks.items()} for j in range(microbatches)]
         return Cut(
             cut(self.inputs, microbatches, "inputs", self.specs.args) if inputs else [],
             cut(self.targets, microbatches, "targets") if targets else [],
-            {s: self._cut_kwargs(s, microbatches) for s in stages} if self.kwargs else {},
+            kwargs,
         )
-
-    def _cut_kwargs(self, stage: int, microbatches: int) -> list[Kwargs]:
-        by_stage = all(isinstance(key, int) for key in self.kwargs)
-        chunks = {
-            name: _chunks(value, microbatches, f"kwargs[{name!r}]", self.specs.kwargs.get(name, FIRST))
-            for name, value in (self.kwargs.get(stage, {}) if by_stage else self.kwargs).items()
-        }
-        return [{name: chunk[j] for name, chunk in chunks.items()} for j in range(microbatches)]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them. Torch looks into plain lists only."""
@@ -146,8 +140,7 @@ def cut(batch: Any, microbatches: int, name: str, specs: tuple[Any, ...] | None 
     if isinstance(batch, Microbatches):
         rows = [tuple(row) if isinstance(row, tuple | list) else (row,) for row in _counted(batch, microbatches, name)]
         for j, row in enumerate(rows):
-            tensors = tensors_in(row)
-            if not tensors:
+            if not (tensors := tensors_in(row)):
                 raise InputError(
                     f"{name}[{j}] has no tensor: each micro-batch is a tensor, or a tuple of tensors and other values"
                 )

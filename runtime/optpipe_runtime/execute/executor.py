@@ -1,5 +1,5 @@
-"""`Executor`: runs one step of this rank, op by op in program order. What an op does is its handler's
-(`execute.handler`)."""
+"""`Executor`: runs one step of this rank, op by op in program order. What an op does is its handler's (`execute.rank`):
+`StageOps` has those of compute and of offloads to the host, features have the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from optpipe.errors import OptPipeError
 from optpipe.model.ops import OPTIMIZER, Kind, Op
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.gradients import NO_WINDOWS
-from optpipe_runtime.execute.handler import Handler
-from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.execute.rank import Done, Handler, Rank
 from optpipe_runtime.execute.report import OpRecord, StepRecord, StepReport
-from optpipe_runtime.execute.stage_ops import StageOps
 from optpipe_runtime.lowering.plan import Action, Plan
 from optpipe_runtime.memory.engines import Clock, Handle
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, tensors_in
@@ -25,12 +23,13 @@ log = logging.getLogger("optpipe.runtime")
 
 
 class Executor:
-    """Runs plans on what this rank has."""
+    """Runs plans on what this rank has. After the next micro-batches have got other shapes than the last ones, call
+    `bytes.forget`."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._stages, self._messages = rank, rank.stages, rank.messages
         self._clock = Clock(rank.device)
-        self._bytes = ByteCounts(rank)
+        self.bytes = ByteCounts(rank)
         self._handlers: dict[Kind, Handler] = StageOps(rank).handlers
         for feature in rank.features:
             self._handlers |= feature.handlers
@@ -56,7 +55,7 @@ class Executor:
             self._rank.cut(batch, self._rank.layout.microbatches),
             evaluating=evaluating,
             tracing=batch.trace,
-            counting=self._bytes.are_wanted(plan, batch, evaluating),
+            counting=self.bytes.are_wanted(plan, batch, evaluating),
             mark=self._clock.mark if batch.trace or batch.timed else lambda: None,
             will_count=will_count,
             windows=NO_WINDOWS if evaluating else self._rank.reductions.windows(plan),
@@ -78,7 +77,7 @@ class Executor:
                 at = action.op
                 self._begin(action)
                 self._run(step, action)
-                self._bytes.count(step, action.op, self._handlers[action.op.kind], certified)
+                self.bytes.count(step, action.op, self._handlers[action.op.kind], certified)
                 done += 1
                 self._end(step, action.op)
             at = "the end of the step"
@@ -94,7 +93,7 @@ class Executor:
         assert self.idle, "a step leaves nothing behind"
         for stage in self._stages.values():
             stage.end_step()
-        report = step.report(self._clock, begun, ended, self._bytes.end(step))
+        report = step.report(self._clock, begun, ended, self.bytes.end(step))
         return report if batch.weights is None else replace(report, weights=tuple(batch.weights))
 
     def skip(self, plan: Plan) -> None:
@@ -109,8 +108,7 @@ class Executor:
         """After a step that failed here: lets the other ranks finish theirs, and drops what is left of it.
 
         From the failed op on, what the others wait for is sent as zeros, and what they send is received; gathers are
-        begun, for other replicas. What the failed op has begun is not begun twice. Do not call it for a step that
-        updates parameters on the host.
+        begun, for other replicas. Not for a step that updates parameters on the host.
         """
         transfers: list[Handle] = []
         for action in self._unfinished:
@@ -130,13 +128,6 @@ class Executor:
         self._messages.abandon()
         self._unfinished = ()
 
-    def forget_sizes(self, learned: bool) -> None:
-        """The next micro-batches have other shapes than the last ones. If stages were `learned` anew for them, the
-        bytes of the next training step are counted."""
-        self._bytes.forget(learned)
-
-    # Phases of a step
-
     def _prepare(self, plan: Plan, evaluating: bool) -> None:
         if not self.idle:
             raise OptPipeError("the step before failed and left its messages behind: make a new Pipeline")
@@ -144,8 +135,6 @@ class Executor:
         self._rank.pool.start_step()
         if not evaluating:
             self._rank.link.start_step(plan.link_orders)
-
-    # Phases of an op
 
     def _begin(self, action: Action) -> None:
         """What other ranks need to go on, before the op."""
@@ -237,9 +226,85 @@ def _name(op: Op) -> str:
     return what if op.kind in OPTIMIZER else f"{what}, micro-batch {op.microbatch}"
 
 
+NOTHING = Done()
+
+
+class StageOps:
+    """The handlers of one rank's stages."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self._stages = rank, rank.stages
+        backward = Handler(self._backward, rank.held_bytes, wait=self._wait_for_reloads)
+        self.handlers = {
+            Kind.F: Handler(self._forward, rank.held_bytes),
+            Kind.C: Handler(self._recompute, rank.held_bytes, wait=self._wait_for_reloads),
+            Kind.B: backward,
+            Kind.BW: backward,
+            Kind.W: Handler(self._weight, rank.held_bytes),
+            Kind.O: Handler(self._offload, abandon=self._pass_link_on),  # the copy only begins
+            Kind.D: Handler(self._drop, rank.held_bytes),
+            Kind.R: Handler(self._reload, rank.held_bytes, abandon=self._pass_link_on),
+        }
+
+    def _forward(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        s, j, plan = op.stage, op.microbatch, step.plan
+        stage, activation, form = self._stages[s], (s, j), self._rank.forms[j]
+        ends = self._rank.layout.after(s, j) is None
+        target, kwargs = step.batch.targets[j] if ends else (), step.batch.named(s, j)
+        if step.evaluating:
+            outputs = stage.evaluate(j, received, target, form, kwargs)
+        else:
+            leaving = activation in plan.leaving
+            outputs = stage.forward(
+                j,
+                received,
+                target,
+                recompute=self._rank.levels[plan.recomputed[activation]] if activation in plan.recomputed else None,
+                form=form,
+                backward=Kind.B if activation in plan.split else None if leaving else Kind.BW,
+                captured=step.counting or leaving,
+                kwargs=kwargs,
+            )
+        if ends:
+            step.losses[j] = outputs[0]
+        return Done(outputs)
+
+    def _recompute(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        self._stages[op.stage].recompute(op.microbatch)
+        return NOTHING
+
+    def _wait_for_reloads(self, op: Op) -> None:
+        self._stages[op.stage].activation(op.microbatch).wait()
+
+    def _backward(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        return Done(self._stages[op.stage].backward(op.microbatch, received, split=op.kind == Kind.B))
+
+    def _weight(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        self._stages[op.stage].weight(op.microbatch)
+        return NOTHING
+
+    def _offload(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        with self._rank.link.in_order(op):
+            return Done(copies=self._stages[op.stage].offload(op.microbatch, op.part))
+
+    def _drop(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        self._stages[op.stage].drop(op.microbatch, op.part)
+        return NOTHING
+
+    def _reload(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+        with self._rank.link.in_order(op):
+            return Done(copies=self._stages[op.stage].reload(op.microbatch, op.part))
+
+    def _pass_link_on(self, op: Op, failed: bool) -> Sequence[Handle]:
+        """To the rank whose transfer is next. An op that failed has done so."""
+        if not failed:
+            with self._rank.link.in_order(op):
+                pass
+        return ()
+
+
 class ByteCounts:
-    """What a rank holds after each op, by live storages, beside what the certificates allow: counted in traced steps,
-    in the first step by a plan, and after `forget`."""
+    """What a rank holds after each op, by live storages, beside what the certificates allow."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -253,7 +318,8 @@ class ByteCounts:
         return not evaluating and (batch.trace or is_new)
 
     def forget(self, learned: bool) -> None:
-        """The sizes of what passes between the stages have changed; some were `learned`."""
+        """The sizes of what passes between the stages have changed. If stages were `learned` anew for them, the bytes
+        of the next training step are counted."""
         if learned:
             self._counted = None
         self._certified.clear()
@@ -264,20 +330,31 @@ class ByteCounts:
             step.gathered_bytes = max(step.gathered_bytes or 0, self._rank.replicas.held_bytes())
         if step.counting:
             step.count(op, None if handler.held_bytes is None else handler.held_bytes(op), certified)
-        if step.tracing:
-            step.allocated.append(self._allocated())
+        if step.tracing and self._rank.device.type == "cuda":
+            # `torch.cuda.memory_allocated` first makes a flat table of all statistics, which takes as long as an op.
+            statistics = torch.cuda.memory_stats_as_nested_dict(self._rank.device)
+            step.allocated.append(int(statistics["allocated_bytes"]["all"]["current"]))
 
     def end(self, step: StepRecord) -> dict[str, int | None]:
         """After the last op: the peaks for the report, and what the plan allows. Logs once for each plan that
         more was held than certified."""
-        rank, plan = self._rank, step.plan
+        rank, plan, evaluating = self._rank, step.plan, step.evaluating
         if step.counting:
             self._counted = plan
         if step.excess is not None and plan.digest not in self._logged:
             self._logged.add(plan.digest)
             op, held, certified = step.excess
             log.warning("rank %s holds %d bytes after %s, %d are certified", rank.team.name, held, op, certified)
-        messages, gathered = self._certified_peaks(step)
+        sharded, reduced = rank.replicas.sharded, step.windows.room
+        key = plan.digest, evaluating, bool(reduced)
+        if step.counting or key not in self._certified:  # how large gathered parameters are, a counted step finds
+            self._certified[key] = (
+                plan.message_peak(rank.message_bytes, evaluating),
+                plan.gathered_peak(
+                    lambda s: sharded[s].parameter_bytes, lambda s: sharded[s].gradient_bytes, evaluating, reduced
+                ),
+            )
+        messages, gathered = self._certified[key]
         return {
             "host_peak_bytes": rank.pool.peak_bytes,
             "buffer_peak_bytes": rank.messages.peak_bytes,
@@ -285,27 +362,3 @@ class ByteCounts:
             "gathered_certified_bytes": gathered,
             "cuda_peak_bytes": torch.cuda.max_memory_allocated(rank.device) if rank.device.type == "cuda" else None,
         }
-
-    def _certified_peaks(self, step: StepRecord) -> tuple[int, int]:
-        """Of messages, and of gathered parameters with their gradients. How large these are, a counted step finds."""
-        plan, replicas, evaluating = step.plan, self._rank.replicas, step.evaluating
-        reduced = step.windows.room
-        key = plan.digest, evaluating, bool(reduced)
-        if step.counting or key not in self._certified:
-            self._certified[key] = (
-                plan.message_peak(self._rank.message_bytes, evaluating),
-                plan.gathered_peak(
-                    lambda s: replicas.sharded[s].parameter_bytes,
-                    lambda s: replicas.sharded[s].gradient_bytes,
-                    evaluating,
-                    reduced,
-                ),
-            )
-        return self._certified[key]
-
-    def _allocated(self) -> int | None:
-        """`torch.cuda.memory_allocated`, which first makes a flat table of all statistics: that takes the host as long
-        as an op."""
-        if self._rank.device.type != "cuda":
-            return None
-        return int(torch.cuda.memory_stats_as_nested_dict(self._rank.device)["allocated_bytes"]["all"]["current"])

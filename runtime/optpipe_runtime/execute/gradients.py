@@ -15,7 +15,7 @@ Replicas that run one schedule for one problem reduce in the order of its progra
 them may be reduced several times a step (ZeRO-2), so that a rank holds few whole gradients (Lin et al. 2025,
 ChronosPipe, section 4.3). The first backward of one stage more than may be whole needs the room of the stage whose last
 backward or W lies longest ago: that one is reduced behind this op, at once, and waited for where its room is needed.
-Every wait is for an op that comes earlier in the common order of all ops (`lowering.actions`).
+Every wait is for an op that comes earlier in the common order of all ops (`lowering.prepare`).
 """
 
 from __future__ import annotations
@@ -162,18 +162,11 @@ Reduction = tuple[list[Tensor], Callable[[], None]]
 
 
 class Reductions:
-    """Of one step after the other.
-
-    Attributes
-    ----------
-    whole
-        Of how many stages gradients may be whole; None: of all.
-    in_windows
-        Whether this step runs in windows: those of one schedule, on which the replicas have agreed.
-    """
+    """Of one step after the other."""
 
     def __init__(self, replicas: Replicas, cpu_group: CpuGroup, device: torch.device, whole: int | None = None) -> None:
-        self.whole, self.in_windows = whole, False
+        self.whole = whole  # of how many stages gradients may be whole; None: of all
+        self.in_windows = False  # whether this step runs in windows: of one schedule, on which the replicas have agreed
         self._replicas, self._cpu_group = replicas, cpu_group
         self._engine = copy_engine(device) if replicas.reduced else None
         self._complete: set[int] = set()
@@ -217,8 +210,8 @@ class Reductions:
         self.start(s, lambda s: self._replicas.sharded[s].take_window())
 
     def start(self, s: int, reduction: Callable[[int], Reduction]) -> Handle:
-        """Starts to reduce what a stage has added up. Nothing else may use these gradients from here on. On CUDA,
-        memory that the compute stream has taken may be used on another one as long as something refers to it."""
+        """Starts to reduce what a stage has added up. Nothing else may use these gradients from here on. Something
+        must refer to them: on CUDA memory that the compute stream has taken may then be used on another one."""
         assert self._engine is not None
         with self._replicas.exchanging():
             self._read[s], reduce = reduction(s)

@@ -37,7 +37,7 @@ class Learner:
         return self._current is not None
 
     def forget(self) -> None:
-        """Makes the next step ask again what its micro-batches are."""
+        """Lets the next step ask again what its micro-batches are."""
         self._current = None
 
     @property
@@ -99,8 +99,16 @@ class Learner:
             if isinstance(answer, InputError):
                 raise answer
             by_rank.append(answer)
-        count = self._common_count(by_rank)
-        m = count or self._rank.microbatches
+        counts = {n: each.microbatches for n, each in enumerate(by_rank) if each.microbatches}
+        first = next(iter(counts), 0)
+        for n, count in counts.items():
+            if count != counts[first]:
+                name_of = self._rank.cpu_group.name_of
+                raise InputError(
+                    f"rank {name_of(first)} has {counts[first]} micro-batches and rank {name_of(n)} has {count}: all "
+                    "ranks must give those of one step"
+                )
+        m = counts.get(first, self._rank.microbatches)
         self._rank.set_microbatches(m)
         modes = tuple(each.modes for each in by_rank)
         shapes = [together(by_rank, j) for j in range(m)]
@@ -124,29 +132,16 @@ class Learner:
                 self._routes[modes, r, shape.kind].add(shape.sizes, self._learn_route(r, j, batch, fresh))
         if anew:
             self._stage_modes = modes
-        self._fill_in(shapes, usable, varies=count is not None)
+        self._fill_in(shapes, usable, varies=bool(counts))
         self._current = by_rank
         return bool(missing)
-
-    def _common_count(self, by_rank: Sequence[BatchShapes]) -> int | None:
-        """How many micro-batches there are, if they are cut already. Raises `InputError` if ranks do not agree."""
-        counts = {n: each.microbatches for n, each in enumerate(by_rank) if each.microbatches}
-        first = next(iter(counts), 0)
-        for n, count in counts.items():
-            if count != counts[first]:
-                name_of = self._rank.cpu_group.name_of
-                raise InputError(
-                    f"rank {name_of(first)} has {counts[first]} micro-batches and rank {name_of(n)} has {count}: all "
-                    "ranks must give those of one step"
-                )
-        return counts.get(first)
 
     def _find(self, usable: Sequence[Modes], r: int, shape: Shape, varies: bool = False) -> RouteSpecs | None:
         """What passes on a route, by what was learned for one of these modes."""
         for modes in usable:
-            passings = self._routes[modes, r, shape.kind]
-            if (passing := passings.find(shape.sizes)) is not None:
-                return passings.among_others(passing) if varies else passing
+            learned = self._routes[modes, r, shape.kind]
+            if (specs := learned.find(shape.sizes)) is not None:
+                return learned.among_others(specs) if varies else specs
         return None
 
     def _missing(self, shapes: Sequence[Shape], usable: Sequence[Modes]) -> list[tuple[int, Shape, int]]:
@@ -205,11 +200,10 @@ class Learner:
                 stage.split.norms_wait = all(norms_wait for _, norms_wait in answers)
             learned.append(answers[rank.team.peer][0])
         needed = learned[-1].needed
-        passing: list[StageIO] = []
-        for io in reversed(learned):
-            passing.insert(0, replace(io, needed=needed))
-            needed = passing[0].asked
-        return tuple(passing)
+        for k, io in reversed(list(enumerate(learned))):
+            learned[k] = replace(io, needed=needed)
+            needed = learned[k].asked
+        return tuple(learned)
 
     def _stage(self, r: int, s: int, j: int, specs: tuple[Spec, ...] | None, batch: Batch, fresh: bool) -> StageIO:
         rank = self._rank

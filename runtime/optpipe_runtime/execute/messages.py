@@ -3,7 +3,7 @@
 Each ordered pair has a process group of its own, so that the two directions never wait for each other (one NCCL
 communicator has one stream for both). At most `UNDER_WAY` messages to one rank are under way: before another is sent,
 the host waits for the end of an earlier one, on CUDA the compute stream, and its tensors are let go. That waits for no
-op that comes later (`lowering.actions`). So what messages hold is computed before the step (`Plan.message_peak`).
+op that comes later (`lowering.prepare`). So what messages hold is computed before the step (`Plan.message_peak`).
 The default budget of activations leaves room for some of them (`messages_reserve`).
 """
 
@@ -51,8 +51,7 @@ class Messages:
         """Allocates the buffers of a message and starts to receive it, once a step."""
         if message in self._begun:
             return
-        buffers = tuple(spec.empty(self._device) for spec in specs)
-        group = self._groups[source, self._rank]
+        buffers, group = tuple(spec.empty(self._device) for spec in specs), self._groups[source, self._rank]
         self._posted[message] = _Transfers([group.receive(buffer, source) for buffer in buffers], buffers)
         self._begun.add(message)
         self._count()
@@ -88,13 +87,9 @@ class Messages:
         self._sending[to].append(_Transfers([group.send(tensor, to) for tensor in sent], sent))
         self._count()
 
-    def make_room(self, to: int) -> None:
-        """Waits until another message may be sent to a rank. Call it before the op that makes the message: then the op
-        is not blamed for the time, and on CUDA may use the memory."""
-        self._end_sends(to, UNDER_WAY - 1)
-
-    def _end_sends(self, to: int, left: int) -> None:
-        """Waits until so many messages to a rank are under way."""
+    def make_room(self, to: int, left: int = UNDER_WAY - 1) -> None:
+        """Waits until so many messages to a rank are left under way. Call it before the op that makes another: then the
+        op is not blamed for the time, and on CUDA may use the memory."""
         while len(self._sending.get(to, ())) > left:
             self._sending[to].popleft().wait()
 
@@ -109,7 +104,7 @@ class Messages:
     def flush(self) -> None:
         """Waits until every send has ended."""
         for to in self._sending:
-            self._end_sends(to, 0)
+            self.make_room(to, left=0)
 
 
 class _Transfers(NamedTuple):

@@ -1,34 +1,86 @@
-"""`Rank`: what one rank of a pipeline has. The executor, the profiler and the pipeline share it."""
+"""`Rank`: what one rank of a pipeline has; the executor, the profiler and the pipeline share it. And the seam of the
+runtime: a kind of op is one `Handler`, and a `Feature` adds the handlers of kinds that may be left out. Who calls them
+knows no feature by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from optpipe.errors import InputError
-from optpipe.model.ops import Kind
+from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.batch import Batch, Cut
 from optpipe_runtime.execute.gradients import GradientMeans, Reductions
-from optpipe_runtime.execute.handler import Feature
 from optpipe_runtime.execute.messages import Messages
-from optpipe_runtime.lowering.plan import Message
+from optpipe_runtime.execute.report import StepRecord
+from optpipe_runtime.lowering.plan import Message, Plan
 from optpipe_runtime.lowering.prepare import require_kinds, require_levels
+from optpipe_runtime.memory.engines import Clock, Handle
 from optpipe_runtime.memory.host_memory import HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.ranks.team import LostError, Team
-from optpipe_runtime.stage.io import StageIO
+from optpipe_runtime.stage.io import StageIO, Tensors
 from optpipe_runtime.stage.levels import Level
 from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.trial import Spread, Trials
 
 # The kinds of op that need no feature.
 PLAIN = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)
+
+
+class Done(NamedTuple):
+    """What an op computes for its neighbour stage, and the copies that it has issued."""
+
+    outputs: Tensors = ()
+    copies: Sequence[Handle] = ()
+
+
+class Handler(NamedTuple):
+    """One kind of op on one rank. The executor posts and takes the op's message, and sends the op's outputs.
+
+    `run` runs the op, with its message; a forward without one gets the micro-batch's inputs. `held_bytes` are device
+    bytes that the op's stage and micro-batch hold after it; None: the op changes nothing. `wait` waits for what the op
+    needs beside its message, before its time starts. `abandon`, in a step that failed here, does for other ranks what
+    they wait for from the op, with zeros, and returns the transfers to wait for; the flag says whether it is the op
+    that failed, else the op has not begun.
+    """
+
+    run: Callable[[StepRecord, Op, Tensors], Done]
+    held_bytes: Callable[[Op], int] | None = None
+    wait: Callable[[Op], object] = lambda op: None
+    abandon: Callable[[Op, bool], Sequence[Handle]] = lambda op, failed: ()
+
+
+class Feature:
+    """Some kinds of op on one rank: their handlers, and what comes before and after a step's ops. Every method does
+    nothing unless a feature overrides it."""
+
+    handlers: Mapping[Kind, Handler] = {}
+
+    def start(self, plan: Plan, evaluating: bool) -> None:
+        """Before a step, also before one that this rank leaves out."""
+
+    def end(self, plan: Plan, evaluating: bool) -> None:
+        """After the last op."""
+
+    def require(self, schedule: Schedule, layout: Layout) -> None:
+        """Raises `ScheduleError` if it cannot run here; on every rank for the same reason. From any thread."""
+
+    def profile(self, trials: Trials, clock: Clock, repeats: int) -> Mapping[int, Mapping[str, Spread]]:
+        """Collective: measures its ops on the stages of all ranks. Returns, by stage, the times of those that `trials`
+        have not noted; gradients need not stay as they are."""
+        return {}
+
+    def close(self) -> None:
+        """Ends its threads."""
 
 
 @dataclass
@@ -77,19 +129,15 @@ class Rank:
     def number(self) -> int:
         return self.team.number
 
-    @property
-    def takes_inputs(self) -> bool:
-        """Whether a route begins here."""
-        return not self.layout.first.isdisjoint(self.stages)
-
-    @property
-    def takes_targets(self) -> bool:
-        """Whether a route ends here."""
-        return not self.layout.last.isdisjoint(self.stages)
-
     def cut(self, batch: Batch, microbatches: int) -> Cut:
-        """What this rank has of each micro-batch. Raises `InputError` if the batch is none."""
-        return batch.cut(microbatches, self.takes_inputs, self.takes_targets, self.stages)
+        """What this rank has of each micro-batch: inputs where a route begins, targets where one ends. Raises
+        `InputError` if the batch is none."""
+        begins, ends = (not stages.isdisjoint(self.stages) for stages in (self.layout.first, self.layout.last))
+        return batch.cut(microbatches, begins, ends, self.stages)
+
+    def held_bytes(self, op: Op) -> int:
+        """Device bytes of activations of the op's stage and micro-batch, here."""
+        return self.stages[op.stage].held_bytes(op.microbatch)
 
     def message_bytes(self, message: Message) -> int:
         """The bytes of a message between any two ranks. Its stages must have been learned."""

@@ -21,8 +21,6 @@ class OpTime(NamedTuple):
 
     Attributes
     ----------
-    op
-        The op.
     start_ms, end_ms
         Since the step began. A compute op starts when its message is there and ends when its result has been handed
         over. The times of a transfer are those of its copies.
@@ -62,8 +60,6 @@ class StepReport:
     ----------
     losses
         By micro-batch, of those whose route ends on this rank; None if there are none.
-    step_ms
-        The time of the step.
     peak_activation_bytes
         What `certify` bounds: saved tensors, and what waits for W. None if the step was not counted.
     host_peak_bytes

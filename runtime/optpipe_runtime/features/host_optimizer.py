@@ -27,13 +27,8 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 class HostOptimizer:
-    """The optimizer of one stage, on the host.
-
-    Attributes
-    ----------
-    optimizer
-        What the factory returned, such as for a scheduler of learning rates.
-    """
+    """The optimizer of one stage, on the host. `optimizer` is what the factory returned, such as for a scheduler of
+    learning rates."""
 
     def __init__(
         self,
@@ -44,9 +39,9 @@ class HostOptimizer:
         updates: CopyEngine,
         clipped: bool = False,
     ) -> None:
-        """`factory` gets the host's copies of those `named` parameters that require a gradient, and returns their
-        optimizer. U runs on `updates`, which the optimizers of a rank share; if
-        `clipped` not before `apply`. Raises `InputError` if the stage cannot be updated here."""
+        """`factory` gets the host's copies of those `named` parameters that require a gradient. U runs on `updates`,
+        which the optimizers of a rank share; if `clipped` not before `apply`. Raises `InputError` if the stage cannot
+        be updated here."""
         self._stage, self._factory, self._link, self._updates = stage, factory, link, updates
         self._clipped = clipped
         self._parameters = list(host_parameters(stage, named))
@@ -122,8 +117,7 @@ class HostOptimizer:
         self._updating = ()
 
     def _wait_for_gradients(self) -> None:
-        """Waits on the host. On CUDA it waits for the event, because `wait` would hold up the compute stream
-        instead."""
+        """Waits on the host: on CUDA `wait` would hold up the compute stream instead."""
         for handle in self._out:
             if isinstance(handle.end, torch.cuda.Event):
                 handle.end.synchronize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,8 +13,7 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.model.ops import OPTIMIZER, Kind, Op
 from optpipe.model.program import of_kinds
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.handler import Done, Feature, Handler
-from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.execute.rank import Done, Feature, Handler, Rank
 from optpipe_runtime.execute.report import StepRecord
 from optpipe_runtime.features.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.lowering.plan import Plan
@@ -26,11 +25,12 @@ from optpipe_runtime.stage.trial import OpTimer, Spread, Trials
 
 
 class HostUpdates(Feature):
-    """Making one is collective. `optimizers` are those of this rank's stages. Raises `InputError` if one cannot be on
+    """`optimizers` are those of this rank's stages. Making one is collective. Raises `InputError` if one cannot be on
     the host."""
 
     def __init__(self, rank: Rank, factories: Mapping[int, Factory], clipped: bool) -> None:
         self._rank, self._clipped = rank, clipped
+        rank.cpu_group.require_equal(clip_host_updates=clipped)
         self.optimizers: Mapping[int, HostOptimizer] = rank.cpu_group.on_each_rank(
             lambda: _on_host(rank, factories, clipped)
         )
@@ -44,7 +44,13 @@ class HostUpdates(Feature):
         return bool(self._everywhere)
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
-        require_optimizers(schedule, self._everywhere)
+        for d, program in enumerate(schedule.programs):
+            for op in program.ops() if of_kinds(program.table, *OPTIMIZER).any() else ():
+                if op.kind in OPTIMIZER and op.stage not in self._everywhere:
+                    raise ScheduleError(
+                        f"{op} in the program of device {d}: stage {op.stage} has no optimizer on the host here, "
+                        "Pipeline's host_optimizers does not name it"
+                    )
 
     def profile(self, trials: Trials, clock: Clock, repeats: int) -> Mapping[int, Mapping[str, Spread]]:
         """The optimizers of all ranks at once. A second one of each stage runs with gradients of zero, so that the
@@ -100,7 +106,7 @@ class HostUpdates(Feature):
     # Between two steps
 
     def synchronize(self) -> None:
-        """Makes this rank's parameters those after the last update. Not collective."""
+        """As `Pipeline.synchronize`. Not collective."""
         for optimizer in self.optimizers.values():
             optimizer.synchronize()
 
@@ -133,18 +139,6 @@ class HostUpdates(Feature):
             optimizer.close()
 
 
-def require_optimizers(schedule: Schedule, stages: Collection[int]) -> None:
-    """Raises `ScheduleError` if it updates another stage than these on the host."""
-    for d, program in enumerate(schedule.programs):
-        if of_kinds(program.table, *OPTIMIZER).any():
-            for op in program.ops():
-                if op.kind in OPTIMIZER and op.stage not in stages:
-                    raise ScheduleError(
-                        f"{op} in the program of device {d}: stage {op.stage} has no optimizer on the host here, "
-                        "Pipeline's host_optimizers does not name it"
-                    )
-
-
 @lru_cache(maxsize=1)
 def _updated(plan: Plan) -> set[int]:
     """The stages of this rank that the schedule updates."""
@@ -152,8 +146,7 @@ def _updated(plan: Plan) -> set[int]:
 
 
 def _on_host(rank: Rank, factories: Mapping[int, Factory], clipped: bool) -> dict[int, HostOptimizer]:
-    """The optimizers of this rank's stages, without their wrappers. Raises `InputError` if one cannot be on the
-    host."""
+    """The optimizers of this rank's stages, without their wrappers."""
     stages = rank.replicas.modules
     for s in factories:
         if not 0 <= s < len(rank.layout.placement):

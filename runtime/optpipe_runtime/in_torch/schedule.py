@@ -42,26 +42,14 @@ MOVE = re.compile(r"\d+[ODR]")
 class Move(NamedTuple):
     """O, D or R as an action of torch's runtime, with the attributes that it looks at."""
 
-    op: Op
-
-    @property
-    def computation_type(self) -> Kind:
-        return self.op.kind
-
-    @property
-    def stage_index(self) -> int:
-        return self.op.stage
-
-    @property
-    def microbatch_index(self) -> int:
-        return self.op.microbatch
-
-    @property
-    def sub_actions(self) -> None:
-        return None
+    computation_type: Kind
+    stage_index: int
+    microbatch_index: int
+    part: int
+    sub_actions: None = None
 
     def __str__(self) -> str:
-        return str(self.op)
+        return str(Op(self.computation_type, self.stage_index, self.microbatch_index, self.part))
 
 
 def torch_schedule(
@@ -128,16 +116,12 @@ class TorchSchedule(ScheduleRuntime):
         super().__init__(  # type: ignore[no-untyped-call]
             [*stages], n_microbatches=problem.microbatches, loss_fn=loss_fn, **options
         )
-        self.set_rows(
-            [
-                [
-                    Move(Op.parse(text)) if OP.fullmatch(text) and MOVE.match(text) else Action.from_str(text)
-                    for text in row
-                ]
-                for row in rows
-            ],
-            {Kind.O: self._offload, Kind.D: self._drop, Kind.R: self._reload},
-        )
+
+        def action(text: str) -> Move | Action:
+            return Move(*Op.parse(text)) if OP.fullmatch(text) and MOVE.match(text) else Action.from_str(text)
+
+        moves: dict[Any, Any] = {Kind.O: self._offload, Kind.D: self._drop, Kind.R: self._reload}
+        self.set_rows([list(map(action, row)) for row in rows], moves)
         self._parts = {s: stage.offload_parts for s, stage in enumerate(problem.stages)}
         self._device = stages[0].device
         self._link = Link(self._device, problem.transfer_mode == "full_duplex")
@@ -218,22 +202,21 @@ class TorchSchedule(ScheduleRuntime):
 
     def _offload(self, action: Move, _: object) -> None:
         if activation := self._of(action):
-            parts = self._parts[action.op.stage]
-            activation.offload(action.op.part, parts, OnHost(self._link, self._pool))
+            activation.offload(action.part, self._parts[action.stage_index], OnHost(self._link, self._pool))
 
     def _drop(self, action: Move, _: object) -> None:
         if activation := self._of(action):
-            activation.drop(action.op.part)
-            self._shared[action.op.stage] |= activation.shared_blocks()
+            activation.drop(action.part)
+            self._shared[action.stage_index] |= activation.shared_blocks()
 
     def _reload(self, action: Move, _: object) -> None:
         if activation := self._of(action):
-            activation.reload(action.op.part)
+            activation.reload(action.part)
             self._count()
 
     def _of(self, action: Move) -> Activation | None:
         """None in an evaluation, which keeps nothing."""
-        return self._kept.get((action.op.stage, action.op.microbatch))
+        return self._kept.get((action.stage_index, action.microbatch_index))
 
     def _count(self) -> None:
         self.peak_bytes = max(self.peak_bytes, sum(activation.nbytes for activation in self._kept.values()))

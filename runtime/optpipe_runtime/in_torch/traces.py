@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,24 +239,16 @@ class Recorder:
 
 
 def name_ranges(*stages: PipelineStage) -> None:
-    """Opens a range such as `PP:0F3` around every forward and backward of these stages, as torch's runtime does.
+    """Opens a range such as `PP:0F3` around every forward and backward of these stages of this rank, as torch's runtime
+    does. `Schedule1F1B` and `ScheduleGPipe` open none: with these `optpipe problem from torch-trace` reads their
+    traces, too. Call it before the steps that are profiled."""
 
-    `Schedule1F1B` and `ScheduleGPipe` open none: with these `optpipe problem from torch-trace` reads their traces, too.
-
-    Parameters
-    ----------
-    stages
-        Those of this rank, before the steps that are profiled.
-    """
-    for stage in stages:
-        for method, letter in (("forward_one_chunk", "F"), ("backward_one_chunk", "B")):
-            if method not in vars(stage):  # not named before
-                setattr(stage, method, _named(getattr(stage, method), f"PP:{stage.stage_index}{letter}"))
-
-
-def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run_in_range(microbatch: int, *args: Any, **options: Any) -> Any:
+    def run_in_range(run: Callable[..., Any], name: str, microbatch: int, *args: Any, **options: Any) -> Any:
         with record_function(f"{name}{microbatch}"):
             return run(microbatch, *args, **options)
 
-    return run_in_range
+    for stage in stages:
+        for method, letter in (("forward_one_chunk", "F"), ("backward_one_chunk", "B")):
+            if method not in vars(stage):  # not named before
+                name = f"PP:{stage.stage_index}{letter}"
+                setattr(stage, method, partial(run_in_range, getattr(stage, method), name))

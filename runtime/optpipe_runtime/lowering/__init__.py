@@ -2,5 +2,4 @@
 
 - `plan`: what one rank runs, and the order of transfers on a host link that several ranks share;
 - `prepare`: from a schedule to a plan;
-- `actions`: the ops of a rank with the messages that they send and receive.
 """

@@ -16,7 +16,6 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.ranks.layout import Layout
 
 WEIGHT = BACKWARD | {Kind.W}  # the ops that may add to weight gradients
-NOTHING_REDUCED: Mapping[Op, int] = MappingProxyType({})
 UNDER_WAY = 2  # messages to one rank at a time: one is on its way while the next is made
 
 StageMicrobatch = tuple[int, int]  # a stage and a micro-batch: names one activation
@@ -51,14 +50,10 @@ class Plan:
 
     Attributes
     ----------
-    rank
-        The rank that it is for.
-    schedule
-        The schedule of all ranks.
-    problem
-        The problem that the schedule was checked on.
-    certificate
-        The peak memory of every device.
+    rank, schedule
+        The rank that it is for, and the schedule of all ranks.
+    problem, certificate
+        What the schedule was checked on, and the peak memory of every device.
     digest
         A hash of the problem and the programs: the same on every rank for the same schedule.
     actions
@@ -76,7 +71,7 @@ class Plan:
     completing
         The last W or BW of each stage of this rank.
     closing
-        The last F of each stage of this rank: in an evaluation, the last use of its parameters.
+        The last F of each stage: in an evaluation, the last use of its parameters.
     link_orders
         For each channel of a host link that this rank shares, the order of transfers; None if there is none.
     """
@@ -143,13 +138,12 @@ class Plan:
         parameters: Callable[[int], int],
         gradients: Callable[[int], int],
         evaluating: bool = False,
-        reduced: Mapping[Op, int] = NOTHING_REDUCED,
+        reduced: Mapping[Op, int] = MappingProxyType({}),
     ) -> int:
         """The most bytes that this rank holds at once of gathered parameters, if those of a stage take `parameters(s)`,
         and of their whole gradients, which take `gradients(s)`: parameters from the op at which they begin to be
         gathered, gradients from the stage's first backward on. A stage's reduction may take until the end of the step,
-        so only an evaluation lets parameters go earlier, behind the stage's last F. `reduced`:
-        the stage whose whole gradients have left before an op (`Windows.room`)."""
+        so only an evaluation lets parameters go earlier. `reduced`: as `Windows.room`."""
         now = most = 0
         whole: set[int] = set()
         for action in self.forwards if evaluating else self.actions:
@@ -183,11 +177,8 @@ def link_orders(schedule: Schedule, rank: int, layout: Layout) -> tuple[LinkOrde
     if (link := layout.link(rank)) is None:
         return ()
     order = schedule.links[link].ops() if link in schedule.links else []
-    if not layout.full_duplex:
-        return (_link_order(order, rank, layout),)
-    return tuple(
-        _link_order([op for op in order if (op.kind in INWARD) == inward], rank, layout) for inward in (False, True)
-    )
+    outward, inward = ([op for op in order if (op.kind in INWARD) == is_inward] for is_inward in (False, True))
+    return tuple(_link_order(each, rank, layout) for each in ((outward, inward) if layout.full_duplex else (order,)))
 
 
 def _link_order(transfers: Sequence[Op], rank: int, layout: Layout) -> LinkOrder | None:

@@ -1,9 +1,6 @@
-"""`Chunk`: a model chunk of Megatron's as a stage.
-
-Its forward is Megatron's own `forward_step`: that sets the input tensor, calls the user's `forward_step_func`, and
-scales the loss. Nothing in Megatron is changed, but for the chunk's linear layers, whose weight gradients may wait for
-W.
-"""
+"""`Chunk`: a model chunk of Megatron's as a stage. Its forward is Megatron's own `forward_step`: that sets the input
+tensor, calls the user's `forward_step_func`, and scales the loss. Nothing in Megatron is changed, but for the chunk's
+linear layers, whose weight gradients may wait for W."""
 
 from __future__ import annotations
 
@@ -198,25 +195,6 @@ REFUSED = {
 
 def as_stages(chunks: Sequence[nn.Module], config: Any, groups: Any, problem: Problem) -> list[Chunk]:
     """These chunks as stages. Raises `InputError` if schedules of the problem cannot run on them."""
-    _require_supported(config, chunks)
-    rank = groups.pp.rank()
-    numbers = problem.stages_on(rank) if rank < len(problem.devices) else []
-    if len(problem.devices) != groups.pp.size() or len(numbers) != len(chunks):
-        raise InputError(
-            f"model has {len(chunks)} chunks on rank {rank} of {groups.pp.size()}: the schedule places "
-            f"{len(numbers)} there, on {len(problem.devices)} ranks"
-        )
-    ends, last = len(problem.stages) - 1, groups.pp.size() - 1
-    ties = any(getattr(m, "share_embeddings_and_output_weights", False) for chunk in chunks for m in chunk.modules())
-    if (problem.stages[0].device, problem.stages[-1].device) != (0, last) and ties:
-        raise InputError(
-            f"share_embeddings_and_output_weights: Megatron ties rank 0 with rank {last}; the schedule has its "
-            f"first stage on rank {problem.stages[0].device}, its last one on rank {problem.stages[-1].device}"
-        )
-    return [Chunk(chunk, s, s == 0, s == ends) for s, chunk in zip(numbers, chunks, strict=True)]
-
-
-def _require_supported(config: Any, chunks: Sequence[nn.Module]) -> None:
     for name, why in REFUSED.items():
         if getattr(config, name, None) not in (None, False):
             raise InputError(f"config.{name} = {getattr(config, name)}: {why}, so leave it off")
@@ -234,3 +212,18 @@ def _require_supported(config: Any, chunks: Sequence[nn.Module]) -> None:
                     f"ddp_config.{name} is on: it needs every weight gradient in autograd's own backward, "
                     "and here they come with W"
                 )
+    rank = groups.pp.rank()
+    numbers = problem.stages_on(rank) if rank < len(problem.devices) else []
+    if len(problem.devices) != groups.pp.size() or len(numbers) != len(chunks):
+        raise InputError(
+            f"model has {len(chunks)} chunks on rank {rank} of {groups.pp.size()}: the schedule places "
+            f"{len(numbers)} there, on {len(problem.devices)} ranks"
+        )
+    ends, last = len(problem.stages) - 1, groups.pp.size() - 1
+    ties = any(getattr(m, "share_embeddings_and_output_weights", False) for chunk in chunks for m in chunk.modules())
+    if (problem.stages[0].device, problem.stages[-1].device) != (0, last) and ties:
+        raise InputError(
+            f"share_embeddings_and_output_weights: Megatron ties rank 0 with rank {last}; the schedule has its "
+            f"first stage on rank {problem.stages[0].device}, its last one on rank {problem.stages[-1].device}"
+        )
+    return [Chunk(chunk, s, s == 0, s == ends) for s, chunk in zip(numbers, chunks, strict=True)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -110,13 +109,16 @@ class ForwardBackward:
         pipeline = self._start(chunks, groups, step, data_iterator, adjust_tensor_shapes_fn)
         batch = self._places(step, seq_length, micro_batch_size)
         run = pipeline.evaluate if forward_only else pipeline.step
-        with _timed(config):
-            with without_sync(config):
-                self.report = run(batch, batch, kwargs={"place": batch})
-            if not forward_only:
-                finalize_gradients(config, chunks, step, groups, force_all_reduce)
-            for chunk in self._chunks:
-                chunk.end_step(num_microbatches)
+        if config.timers is not None:  # Megatron's own, of this function
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        with without_sync(config):
+            self.report = run(batch, batch, kwargs={"place": batch})
+        if not forward_only:
+            finalize_gradients(config, chunks, step, groups, force_all_reduce)
+        for chunk in self._chunks:
+            chunk.end_step(num_microbatches)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
         return [step.results[j] for j in sorted(step.results)]
 
     def profile(
@@ -167,9 +169,7 @@ class ForwardBackward:
     def __enter__(self) -> ForwardBackward:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._pipeline is not None:
             self._pipeline.__exit__(kind, error, trace)
 
@@ -211,7 +211,7 @@ class ForwardBackward:
             lambda error: f"rank {groups.pp.rank()}: {error}",
         )
         layout = Layout.from_problem(self._schedule.problem)
-        pipeline = Pipeline(
+        self._pipeline = Pipeline(
             {chunk.stage: chunk for chunk in self._chunks},
             layout.placement,
             lambda output, _: output,
@@ -224,8 +224,7 @@ class ForwardBackward:
             inner=inner_group(groups),
             scale_grads=False,  # Megatron's `forward_step` scales losses, auxiliary ones, too
         )
-        self._pipeline = pipeline
-        return pipeline
+        return self._pipeline
 
     def _places(self, step: Step, seq_length: int, micro_batch_size: int) -> Tensor | Microbatches:
         """The number of each micro-batch, in a shape that changes when the batch does; with `variable_seq_lengths`, in
@@ -244,16 +243,6 @@ def _in_list(model: Any) -> list[nn.Module]:
     return list(model) if isinstance(model, Sequence) else [model]
 
 
-@contextmanager
-def _timed(config: Any) -> Iterator[None]:
-    """Megatron's own timer of this function, if it has timers."""
-    if config.timers is not None:
-        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    yield
-    if config.timers is not None:
-        config.timers("forward-backward").stop()
-
-
 MARK = "grad_added_to_main_grad"  # set on a parameter by layers that add to its buffer themselves
 
 
@@ -261,9 +250,8 @@ MARK = "grad_added_to_main_grad"  # set on a parameter by layers that add to its
 def without_sync(config: Any) -> Iterator[None]:
     """In the context that keeps Megatron's DistributedDataParallel from reducing gradients, of every chunk."""
     functions = config.no_sync_func
-    contexts = [] if functions is None else functions if isinstance(functions, list) else [functions]
     with ExitStack() as stack:
-        for context in contexts:
+        for context in [] if functions is None else functions if isinstance(functions, list) else [functions]:
             stack.enter_context(context())
         yield
 
@@ -312,8 +300,7 @@ def inner_group(groups: Any) -> dist.ProcessGroup | None:
     """The ranks that compute the same stages together."""
     if groups.tp.size() == groups.cp.size() == 1:
         return None
-    if 1 in (groups.tp.size(), groups.cp.size()):
-        group: dist.ProcessGroup = max(groups.tp, groups.cp, key=lambda group: group.size())
-        return group
-    both: dist.ProcessGroup = parallel_state.get_tensor_and_context_parallel_group()
-    return both
+    group: dist.ProcessGroup = max(groups.tp, groups.cp, key=lambda group: group.size())
+    if 1 not in (groups.tp.size(), groups.cp.size()):
+        group = parallel_state.get_tensor_and_context_parallel_group()
+    return group

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -27,15 +26,16 @@ from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.batch import ChunkSpecs
-from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.features.evictions import Evictions
 from optpipe_runtime.features.host_optimizer import Factory, HostOptimizer
+from optpipe_runtime.features.host_updates import HostUpdates
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.models.part import shared_parameters
-from optpipe_runtime.pipeline.arguments import Options
-from optpipe_runtime.pipeline.build import build
+from optpipe_runtime.pipeline.build import Options, make_rank
 from optpipe_runtime.pipeline.post_validation import PostValidation
+from optpipe_runtime.pipeline.step_runner import StepRunner
 from optpipe_runtime.ranks.gradients import Counted, Tie, clip
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import LossFn
@@ -160,26 +160,20 @@ class Pipeline:
             microbatch_routes=microbatch_routes,
             peers=peers,
             links=links,
-            host_optimizers=host_optimizers,
-            clip_host_updates=clip_host_updates,
             whole_gradients=whole_gradients,
             group=group,
             inner=inner,
             scale_grads=scale_grads,
             recompute=recompute,
-            specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {}),
         )
-        self.runner = build(options)
+        rank = self._rank = make_rank(options)
+        evictions, host_updates = Evictions(rank), HostUpdates(rank, host_optimizers or {}, clip_host_updates)
+        rank.features = [evictions, host_updates]
+        self.runner = StepRunner(rank, host_updates, ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {}))
         self.measured: Measured | None = None
         shared = shared_parameters(stages)
-        for key in sorted({key for keys in self._rank.cpu_group.gather(list(shared)) for key in keys}):
+        for key in sorted({key for keys in rank.cpu_group.gather(list(shared)) for key in keys}):
             self._add_tie(shared.get(key))
-
-    @property
-    def _rank(self) -> Rank:
-        return self.runner.rank
-
-    # Training
 
     @collective
     def step(
@@ -222,9 +216,8 @@ class Pipeline:
         StepReport
             Losses, times and peak bytes of this rank. No rank waits here until the others have ended the step, too.
         """
-        return self.runner.step(
-            self.runner.batch(inputs, targets, kwargs, outputs=outputs, weights=weights, trace=trace)
-        )
+        batch = self.runner.batch(inputs, targets, kwargs, outputs=outputs, weights=weights, trace=trace)
+        return self.runner.step(batch)
 
     @collective
     def evaluate(
@@ -241,9 +234,8 @@ class Pipeline:
 
         Arguments are those of `step`. The modules' modes are the caller's.
         """
-        return self.runner.evaluate(
-            self.runner.batch(inputs, targets, kwargs, outputs=outputs, weights=weights, trace=trace)
-        )
+        batch = self.runner.batch(inputs, targets, kwargs, outputs=outputs, weights=weights, trace=trace)
+        return self.runner.evaluate(batch)
 
     @collective
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -306,20 +298,18 @@ class Pipeline:
         InputError
             If there are `host_optimizers`, or an argument is wrong.
         """
-        validation = PostValidation(optimizer, max_norm, self._rank, self._counted)
         if self.runner.host_updates.any:
             raise InputError(
                 "post_validate: a step that updates stages on the host cannot be undone, so the ranks meet before each "
                 "step and gain nothing by updates ahead of the norm: use clip_grad_norm_"
             )
-        self.runner.validations.append(validation)
+        self.runner.validations.append(PostValidation(optimizer, max_norm, self._rank, self._counted))
 
     def synchronize(self) -> None:
         """Makes this rank's parameters those after the last update: waits for the norm of all gradients if
-        `post_validate` was called, and copies to the device what `host_optimizers` have updated.
-
-        Call it before parameters are read, saved or changed, on any rank, when all have called `optimizer.step`.
-        `evaluate` and all else that ranks do together, other than `step`, does so, too.
+        `post_validate` was called, and copies to the device what `host_optimizers` have updated. Call it before
+        parameters are read, saved or changed, on any rank, when all have called `optimizer.step`. All that ranks do
+        together, other than `step`, does so, too.
         """
         self.runner.synchronize()
 
@@ -375,8 +365,6 @@ class Pipeline:
         """Whether this is the rank whose schedules and offers count: rank 0, of the first inner peer's pipeline."""
         return self._rank.cpu_group.rank == 0
 
-    # Schedules
-
     @property
     def problem(self) -> Problem | None:
         """What `profile` measured; None before. From then on every schedule must be valid and fit for it. Set the same
@@ -405,7 +393,7 @@ class Pipeline:
     @property
     def preparing(self) -> bool:
         """Whether an offer is being prepared: between two steps the same on every rank."""
-        return self.runner.schedules.offers.preparing
+        return self.runner.schedules.preparing
 
     @collective
     def load(self, schedule: Schedule | None) -> None:
@@ -429,8 +417,6 @@ class Pipeline:
         """Proposes a schedule for one of the next steps, without waiting. On rank 0, from any thread. Of inner peers
         the first one's counts."""
         self.runner.schedules.offer(schedule)
-
-    # Profile, end
 
     @collective
     def profile(
@@ -475,9 +461,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:  # this rank does not come back, so the others must not wait
             self._rank.team.fail(self._rank.team.describe(error))
         self.close()

@@ -164,13 +164,8 @@ Gradients = list[tuple[nn.Parameter, Tensor | None]]
 
 
 class Update:
-    """One update: the norms of all ranks, and what it takes to undo it and to make it again.
-
-    Parameters
-    ----------
-    norm
-        Of this rank's part. It is sent to the others, without waiting.
-    """
+    """One update: the norms of all ranks, and what it takes to undo it and to make it again. `norm`, of this rank's
+    part, is sent to the others, without waiting."""
 
     def __init__(self, cpu_group: CpuGroup, norm: float) -> None:
         self._norms = cpu_group.share(*struct.unpack("<q", struct.pack("<d", norm)), method="optimizer.step")

@@ -38,7 +38,7 @@ from optpipe_runtime.features.host_updates import HostUpdates
 from optpipe_runtime.lowering.prepare import forwards_in_order
 from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.measure.profiler import profile, require_budget
-from optpipe_runtime.pipeline.arguments import require_bytes
+from optpipe_runtime.pipeline.build import require_bytes
 from optpipe_runtime.pipeline.post_validation import PostValidation
 from optpipe_runtime.ranks.gradients import Tie
 from optpipe_runtime.ranks.team import LostError
@@ -69,13 +69,7 @@ class State(Enum):
 
 
 class StepRunner:
-    """Every method is collective.
-
-    Attributes
-    ----------
-    ties, validations
-        The pipeline's; it adds to them.
-    """
+    """Every method is collective. The pipeline adds to `ties` and `validations`."""
 
     def __init__(self, rank: Rank, host_updates: HostUpdates, specs: ChunkSpecs) -> None:
         self.rank, self.host_updates, self._specs = rank, host_updates, specs
@@ -107,7 +101,11 @@ class StepRunner:
         """A step by the loaded schedule, or by one of its own, which `plan` waits for, the same on all ranks. It may
         use `profile_in_step`, and raise `InputError` or `ScheduleError` if there is no schedule."""
         self.schedules.planned = None
-        self._weigh(batch)
+        for s in self.rank.layout.last & self.rank.stages.keys():  # collective over the replicas of these stages
+            self.rank.stages[s].loss_factors = None
+            if batch.weights is not None:
+                require_weights(batch.weights, batch.count or self.rank.microbatches)
+                self.rank.stages[s].loss_factors = self.rank.means.factors(s, batch.weights)
         # Windows of gradients are those of the schedule that runs for certain.
         is_certain = plan is None and self.learner.done and not self.schedules.swap_due
         self.rank.reductions.start_step(
@@ -133,13 +131,13 @@ class StepRunner:
     def evaluate(self, batch: Batch) -> StepReport:
         with self.learner.aside(), self.rank.replicas.gathering():
             if not self.rank.cpu_group.minimum(self.learner.is_current(batch, modes=False))[0]:
-                self.executor.forget_sizes(self.learner.learn(batch, evaluating=True))
+                self.executor.bytes.forget(self.learner.learn(batch, evaluating=True))
             plan, layout = self.schedules.loaded, self.rank.layout
             if self.learner.varies and (plan is None or plan.problem.microbatches != layout.microbatches):
                 plan = forwards_in_order(self.rank.number, layout)
             with self.rank.team.local():
                 report = self.executor.run(plan or self.schedules.plan, batch, evaluating=True)
-        self.executor.forget_sizes(learned=False)
+        self.executor.bytes.forget(learned=False)
         return replace(report, version=self.schedules.version)
 
     def profile(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
@@ -177,22 +175,23 @@ class StepRunner:
         if self._closed:
             return
         self._closed = True
+
+        def end_threads() -> None:
+            with ExitStack() as last_first:
+                last_first.callback(self.rank.close)
+                for validation in self.validations:
+                    last_first.callback(validation.close)
+                self.schedules.close()
+
         if self.rank.team.failure is None:
-            self._end_threads()
+            end_threads()
         else:
-            thread = threading.Thread(target=self._end_threads, name="optpipe-close", daemon=True)
+            thread = threading.Thread(target=end_threads, name="optpipe-close", daemon=True)
             thread.start()
             thread.join(CLOSE_S)
 
-    def _end_threads(self) -> None:
-        with ExitStack() as last_first:
-            last_first.callback(self.rank.close)
-            for validation in self.validations:
-                last_first.callback(validation.close)
-            self.schedules.offers.close()
-
     def synchronize(self) -> None:
-        """Makes this rank's parameters those after the last update. Not collective."""
+        """As `Pipeline.synchronize`. Not collective."""
         self.host_updates.synchronize()
         for validation in self.validations:
             validation.settle()
@@ -211,7 +210,7 @@ class StepRunner:
         """Learns what passes between the stages, and reserves host memory for what it finds."""
         varied, is_change = self.learner.varies, self.learner.done
         learned = self.learner.learn(batch)
-        self.executor.forget_sizes(learned)
+        self.executor.bytes.forget(learned)
         if is_change and learned and self.schedules.problem is not None and not (varied or self.learner.varies):
             log.warning(
                 "the batch or the stages differ from the profiled ones: the time and memory that the "
@@ -220,17 +219,6 @@ class StepRunner:
         if self.schedules.loaded is not None and self.schedules.planned is None:
             with self.rank.team.local():
                 self.schedules.reserve(self.schedules.loaded)
-
-    # Phases of a step
-
-    def _weigh(self, batch: Batch) -> None:
-        """How much each loss counts, where routes end. Collective over the replicas of these stages."""
-        for s in self.rank.layout.last & self.rank.stages.keys():
-            stage = self.rank.stages[s]
-            stage.loss_factors = None
-            if batch.weights is not None:
-                require_weights(batch.weights, batch.count or self.rank.microbatches)
-                stage.loss_factors = self.rank.means.factors(s, batch.weights)
 
     def _until_it_counts(self, batch: Batch, plan: Callable[[], PlannedStep] | None) -> StepReport | OptPipeError:
         """Repeats the step in one gathering; in another one after an update was corrected. An error of `plan` is
@@ -242,7 +230,7 @@ class StepRunner:
                         planned = self.schedules.planned = plan()
                     except (InputError, ScheduleError) as error:
                         return error
-                    self.executor.forget_sizes(self.learner.take(planned.shapes, batch))
+                    self.executor.bytes.forget(self.learner.take(planned.shapes, batch))
                 outcome = Outcome.CHANGED
                 while outcome in (Outcome.CHANGED, Outcome.OUT_OF_MEMORY):
                     attempt = Attempt(self, batch)
@@ -270,13 +258,18 @@ class Attempt:
         self._complaint = ""  # of a failure
 
     def run(self) -> Outcome:
-        """Collective."""
+        """Collective. Raises `InputError` if the step's schedule is for another number of micro-batches."""
         self._vote()
         if self._must_meet():
             if not self._meet():
                 return Outcome.CORRECTED
             self.state = State.MET
-        self._require_count()
+        m, scheduled = self._rank.layout.microbatches, self._schedules.plan.problem.microbatches
+        if m != scheduled:
+            raise InputError(
+                f"this step has {m} micro-batches, and the schedule is for {scheduled}: load one for {m}, or let "
+                "PlannedSteps make one for every step"
+            )
         fixed = self._rank.reductions.in_windows  # what they have reduced is in the other replicas' gradients
         self._is_trial = self._schedules.on_trial and self._can_undo and self._can_stop and not fixed
         self._run()
@@ -348,7 +341,7 @@ class Attempt:
             schedules.swap_if_due(self._batch)
         while not learner.done:  # at first, and after a swap to another number of micro-batches
             plan, complaint = schedules.plan, ""
-            self._runner.executor.forget_sizes(learner.learn(self._batch))
+            self._runner.executor.bytes.forget(learner.learn(self._batch))
             try:
                 schedules.reserve(plan)
             except OptPipeError as error:  # too little host memory
@@ -356,15 +349,6 @@ class Attempt:
             if not self._rank.cpu_group.minimum(not complaint)[0]:
                 schedules.give_up(complaint)
         return True
-
-    def _require_count(self) -> None:
-        """On all ranks alike: raises `InputError` if the step's schedule is for another number of micro-batches."""
-        m, scheduled = self._rank.layout.microbatches, self._schedules.plan.problem.microbatches
-        if m != scheduled:
-            raise InputError(
-                f"this step has {m} micro-batches, and the schedule is for {scheduled}: load one for {m}, or let "
-                "PlannedSteps make one for every step"
-            )
 
     # The step
 

@@ -11,7 +11,7 @@ wrapper itself, with its buckets, types and hooks.
         every F, B and W
         replicas.reduction(s)     behind the last W of stage s
 
-Replicas communicate twice for each stage, in an order that does not depend on the schedule (`lowering.actions`,
+Replicas communicate twice for each stage, in an order that does not depend on the schedule (`lowering.prepare`,
 `execute.gradients`). So they may run different schedules. Replicas that have agreed on theirs may reduce a sharded
 stage several times (`execute.gradients`): `Sharded.take_window` takes part of its gradients away.
 """

@@ -28,7 +28,6 @@ from collections import deque
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Unpack
 from uuid import uuid4
 
@@ -42,10 +41,12 @@ from optpipe.options import SolveArguments, SolveOptions, TimeLimit
 from optpipe.process.background import NICER
 from optpipe.results import Result
 from optpipe.schedule import Schedule, ScheduleFile, check
-from optpipe_runtime.service.answers import IncumbentEvent, JobAnswer, JobState, longest_answer, parse, verified
 from optpipe_runtime.service.requests import (
     LONGEST_REQUEST,
+    IncumbentEvent,
     InvalidAnswerError,
+    JobAnswer,
+    JobState,
     RefusedError,
     ServiceError,
     UnauthorizedError,
@@ -53,9 +54,12 @@ from optpipe_runtime.service.requests import (
     api_key,
     events,
     http_client,
+    longest_answer,
+    parse,
     request,
     run_name,
     service_url,
+    verified,
 )
 
 log = logging.getLogger("optpipe.client")
@@ -85,8 +89,6 @@ class Offer:
     ----------
     version
         1, 2, ... of this client.
-    schedule
-        The schedule.
     job, seq
         Where it comes from: the service's job, and the number of the incumbent in it.
     """
@@ -207,9 +209,7 @@ class ScheduleClient:
     def __enter__(self) -> ScheduleClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _in_thread(self, call: Any, *arguments: Any) -> None:
@@ -242,21 +242,16 @@ class ScheduleClient:
 
     async def _search(self, number: int, problem: Problem, running: Schedule | None) -> None:
         async with self._one_search:
-            self._number, self._problem = number, problem
-            self._best, self._best_ms = running, self._running_ms(running)
+            self._number, self._problem, self._best, self._best_ms = number, problem, running, NO_SCHEDULE_MS
+            if running is not None:  # offers must be shorter, if it is still valid for the problem
+                placed = running.placement.apply(problem) if running.placement else problem
+                on_problem = replace(running, problem=placed)
+                self._best_ms = NO_SCHEDULE_MS if check(placed, on_problem) else self._value_ms(on_problem)
             try:
                 await (self._search_here() if self._url is None else self._search_on_service())
             except Exception:
                 log.exception("the search for schedules failed; training goes on with the schedule it has")
         self._searched = number
-
-    def _running_ms(self, running: Schedule | None) -> float:
-        """What offers must be shorter than: the schedule that runs, if it is still valid for the problem."""
-        if running is None:
-            return NO_SCHEDULE_MS
-        placed = running.placement.apply(self._problem) if running.placement else self._problem
-        on_problem = replace(running, problem=placed)
-        return NO_SCHEDULE_MS if check(placed, on_problem) else self._value_ms(on_problem)
 
     def _value_ms(self, schedule: Schedule) -> float:
         """What the search minimizes, computed here."""

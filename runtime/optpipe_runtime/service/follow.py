@@ -24,7 +24,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from types import TracebackType
 from typing import Any, Unpack
 
 from optpipe.anytime import ScheduleCache
@@ -119,8 +118,10 @@ class Follower:
                 "for each"
             )
         self._begin(inputs, targets, kwargs)
-        self._look_for_offers()
         pipe, before = self._pipe, self._pipe.version
+        if self._client and not pipe.preparing and (offer := self._client.poll()):
+            pipe.offer(offer.schedule)
+            self._adoptions.offered(self._client, offer)
         tracing = len(self._steps) in self._traced
         report = pipe.step(inputs, targets, trace=tracing, kwargs=kwargs, outputs=outputs)
         if tracing:
@@ -144,18 +145,15 @@ class Follower:
     def _begin(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None) -> None:
         """What the first steps need, and what the caller has changed: a profile, a schedule, and a search that follows
         the problem."""
-        pipe = self._pipe
-        if pipe.problem is None and (pipe.schedule is not None or self._activation_budget_bytes is not None):
-            self._profile(inputs, targets, kwargs)
+        pipe, running = self._pipe, self._pipe.schedule
+        if pipe.problem is None and (running is not None or self._activation_budget_bytes is not None):
+            problem = pipe.profile(inputs, targets, self._activation_budget_bytes, self._offload_parts, kwargs=kwargs)
+            if running is not None:  # it is loaded again, as a schedule of the profiled problem
+                pipe.load(Schedule(problem, running.programs, running.links, running.method))
         if pipe.schedule is None:
             pipe.load(one_at_a_time(pipe.problem or pipe.layout.unmeasured()))
         if pipe.problem is not None and pipe.problem is not self._problem:
             self._follow(pipe.problem)
-
-    def _look_for_offers(self) -> None:
-        if self._client and not self._pipe.preparing and (offer := self._client.poll()):
-            self._pipe.offer(offer.schedule)
-            self._adoptions.offered(self._client, offer)
 
     def _follow(self, problem: Problem) -> None:
         """Follows another problem: the first one, one with new times, one that the caller has set, or one with another
@@ -175,12 +173,6 @@ class Follower:
                 **self._options.arguments(),
             )
 
-    def _profile(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None) -> None:
-        """Profiles, and loads again what runs already, as a schedule of the profiled problem."""
-        problem = self._pipe.profile(inputs, targets, self._activation_budget_bytes, self._offload_parts, kwargs=kwargs)
-        if (running := self._pipe.schedule) is not None:
-            self._pipe.load(Schedule(problem, running.programs, running.links, running.method))
-
     # After a step
 
     def _gather(self) -> None:
@@ -194,7 +186,7 @@ class Follower:
             self._compare(self._pipe.problem, retimed(self._pipe.problem, [seen for _, seen in by_rank]))
 
     def _compare(self, problem: Problem, measured: Problem) -> None:
-        """The same on every rank. The schedule that runs stays valid, because only times of the problem change."""
+        """The same on every rank. The schedule that runs stays valid: only times of the problem change."""
         far, before = drift(problem, measured), self._suspected
         self._suspected = far > self._threshold and not before
         if far <= self._threshold or not before:  # after two gatherings all these steps come after the change
@@ -221,9 +213,7 @@ class Follower:
     def __enter__(self) -> Follower:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:  # after a failure other ranks may not take part
             self.close()
         else:

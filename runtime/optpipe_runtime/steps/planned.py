@@ -7,29 +7,42 @@
             optimizer.step()
 
 Micro-batches larger than any before are profiled, at first three of different sizes. Each step has its own problem, by
-what the steps before have taken, and its own schedule, which fits the memory of its own micro-batches. While a step
-runs, the next one is planned, sent, checked and lowered beside it (`steps.ahead`).
+what the steps before have taken, and its own schedule, which fits the memory of its own micro-batches.
+
+The ranks prepare a step while the one before runs, in a thread of each that no step waits for. They gather which
+micro-batches the step has and what the last ones took. The rank of the first stage, without which none can begin a
+step, plans it, and sends problem and schedule to all. Each checks the schedule on this problem and lowers it; if all
+could, it will run, else each micro-batch alone, one after the other.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from concurrent.futures import Future
+from functools import partial
+from math import ceil
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OptPipeError
+from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel
 from optpipe_runtime.execute.batch import Batch, BatchShapes
 from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.lowering.prepare import lower, one_at_a_time, require_valid
+from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.ranks.team import LostError
 from optpipe_runtime.stage.io import tensors_in
 from optpipe_runtime.stage.levels import FULL
-from optpipe_runtime.steps.ahead import PreparedStep, StepsAhead
 from optpipe_runtime.steps.planner import (
     Features,
     MeasuredStep,
@@ -38,7 +51,9 @@ from optpipe_runtime.steps.planner import (
     Unmeasured,
     measured_step,
 )
-from optpipe_runtime.swap.schedules import PlannedStep
+from optpipe_runtime.swap.schedules import PlannedStep, share_schedule
+
+log = logging.getLogger("optpipe.runtime")
 
 REPEATS = 3  # of each measurement of a profile
 
@@ -49,6 +64,19 @@ def tokens_and_squares(*inputs: Any, **kwargs: Any) -> dict[str, float]:
     length = first.shape[1] if first.dim() > 1 else first.shape[0]
     tokens = float(first.shape[:2].numel())
     return {"tokens": tokens, "squares": tokens * length}
+
+
+class PreparedStep(NamedTuple):
+    """A step that is being prepared on this rank."""
+
+    announcement: StepAnnouncement
+    begins: threading.Event  # until it is set, the planner may look for a better schedule
+    planned: Future[PlannedStep | Unmeasured]
+
+    def wait(self) -> PlannedStep | Unmeasured:
+        """When the step is to begin. Raises what went wrong."""
+        self.begins.set()
+        return self.planned.result()
 
 
 class PlannedSteps:
@@ -106,10 +134,10 @@ class PlannedSteps:
         self._pipe, self._rank, self._runner = pipe, rank, runner
         self._features = features
         self._profile_arguments = activation_budget_bytes, offload_parts
-        planner = pipe.layout.placement[pipe.layout.routes[0][0]]
-        self._planner = StepPlanner(planner, costs) if rank.cpu_group.rank == planner else None
-        self._ahead = StepsAhead(rank, planner)
-        self._prepared: deque[tuple[StepAnnouncement, PreparedStep]] = deque()
+        self._first = pipe.layout.placement[pipe.layout.routes[0][0]]  # the rank that plans
+        self._planner = StepPlanner(self._first, costs) if rank.cpu_group.rank == self._first else None
+        self._group, self._thread = CpuGroup(rank.team), ThreadEngine()  # to prepare steps
+        self._prepared: deque[PreparedStep] = deque()
         self._measured: list[MeasuredStep] = []  # not announced yet
         self._count = 0
         self.schedule: Schedule | None = None
@@ -127,9 +155,7 @@ class PlannedSteps:
         Raises InputError on other ranks, before the first step, and if a feature is missing.
         """
         if self._planner is None:
-            raise InputError(
-                f"problem was called on rank {self._rank.number}: rank {self._ahead.planner} has the costs"
-            )
+            raise InputError(f"problem was called on rank {self._rank.number}: rank {self._first} has the costs")
         return self._planner.problem(microbatches)
 
     def ahead(self, batches: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
@@ -161,11 +187,7 @@ class PlannedSteps:
             shapes = error
         announcement = StepAnnouncement(self._count, shapes, features, tuple(self._measured))
         self._count, self._measured = self._count + 1, []
-        self._prepared.append((announcement, self._prepare(announcement)))
-
-    def _prepare(self, announcement: StepAnnouncement) -> PreparedStep:
-        """Begins to prepare a step."""
-        return self._ahead.prepare(announcement, None if self._planner is None else self._planner.plan)
+        self._prepared.append(self._begin_to_prepare(announcement))
 
     def step(
         self,
@@ -187,18 +209,28 @@ class PlannedSteps:
         """
         if not self._prepared:
             self.announce(inputs, targets, kwargs)
-        announcement, prepared = self._prepared.popleft()
+        prepared = self._prepared.popleft()
+        announcement = prepared.announcement
         batch = self._runner.batch(inputs, targets, kwargs, trace=trace, outputs=outputs, weights=weights, timed=True)
         with self._rank.team.collective():
             planned = prepared.wait()
         with self._rank.team.local():
-            self._require_announced(announcement.shapes, batch)
+            shapes, announced = self._runner.learner.describe(batch), announcement.shapes
+            assert isinstance(announced, BatchShapes)  # else there is no schedule
+            if (shapes.microbatches, shapes.shapes) != (announced.microbatches, announced.shapes):
+                raise InputError(
+                    "the micro-batches of this step are not those that were announced for it: give them to step in the "
+                    "order of announce, with the same shapes"
+                )
 
         def plan() -> PlannedStep:
             nonlocal planned
             while isinstance(planned, Unmeasured):
-                self._profile(batch, planned)
-                planned = self._prepare(announcement._replace(measured=())).wait()
+                some = batch.only(*planned)
+                problem = self._runner.profile_in_step(some, *self._profile_arguments, REPEATS).problem
+                if self._planner is not None:
+                    self._planner.add(problem, self._features_of(some))
+                planned = self._begin_to_prepare(announcement._replace(measured=())).wait()
             return planned
 
         with self._runner.call("step"):
@@ -210,36 +242,79 @@ class PlannedSteps:
         self._measured.append(measured_step(announcement.number, report, planned.plan.problem, list(self._rank.stages)))
         return report
 
-    def _require_announced(self, announced: BatchShapes | InputError, batch: Batch) -> None:
-        """Raises `InputError` if the step has other micro-batches on this rank than its schedule is for."""
-        shapes = self._runner.learner.describe(batch)
-        assert isinstance(announced, BatchShapes)  # else there is no schedule
-        if (shapes.microbatches, shapes.shapes) != (announced.microbatches, announced.shapes):
-            raise InputError(
-                "the micro-batches of this step are not those that were announced for it: give them to step in the "
-                "order of announce, with the same shapes"
-            )
-
     def _features_of(self, batch: Batch) -> Features:
         data, first = self._rank.cut(batch, batch.count or self._rank.microbatches), self._pipe.layout.routes[0][0]
         return [self._features(*values, **data.named(first, j)) for j, values in enumerate(data.inputs)]
 
-    def _profile(self, batch: Batch, unmeasured: Unmeasured) -> None:
-        """Profiles some micro-batches."""
-        some = batch.only(*unmeasured)
-        problem = self._runner.profile_in_step(some, *self._profile_arguments, REPEATS).problem
-        if self._planner is not None:
-            self._planner.add(problem, self._features_of(some))
+    # Beside the step before
+
+    def _begin_to_prepare(self, announcement: StepAnnouncement) -> PreparedStep:
+        """Begins to prepare a step, without waiting. Collective; steps are prepared in the order of the calls."""
+        step = PreparedStep(announcement, threading.Event(), Future())
+
+        def prepare() -> None:
+            try:
+                step.planned.set_result(self._prepare(announcement, step.begins))
+            except BaseException as error:
+                step.planned.set_exception(error)
+
+        self._thread.run(prepare)
+        return step
+
+    def _prepare(self, announcement: StepAnnouncement, begins: threading.Event) -> PlannedStep | Unmeasured:
+        by_rank: list[StepAnnouncement] = self._group.gather(announcement)
+        numbers = [each.number for each in by_rank]
+        if len(set(numbers)) > 1:
+            fewest, most = (pick(range(len(numbers)), key=numbers.__getitem__) for pick in (min, max))
+            raise InputError(
+                f"rank {self._rank.cpu_group.name_of(most)} announces step {numbers[most] + 1} and rank "
+                f"{self._rank.cpu_group.name_of(fewest)} step {numbers[fewest] + 1}: all ranks must have equally many "
+                "batches"
+            )
+        for each in by_rank:
+            if isinstance(each.shapes, InputError):
+                raise each.shapes
+        planner = self._planner
+        schedule = share_schedule(self._group, self._first, lambda: planner and planner.plan(by_rank, begins))
+        if isinstance(schedule, Unmeasured):
+            return schedule
+        one_by_one = partial(self._lowered, one_at_a_time(schedule.problem))
+        lowered = self._lowered(schedule)
+        if not self._group.all_equal(None if lowered is None else lowered.number):
+            lowered = one_by_one()
+            if not self._group.all_equal(None if lowered is None else lowered.number):
+                raise OptPipeError("the ranks can run neither the schedule of this step nor one micro-batch at a time")
+        assert lowered is not None
+        return PlannedStep(lowered, [each.shapes for each in by_rank], one_by_one)
+
+    def _lowered(self, schedule: Schedule) -> Plan | None:
+        """This rank's plan, checked; None if it cannot run it."""
+        rank, problem = self._rank, schedule.problem
+        layout = rank.whole_layout.with_microbatches(problem.microbatches)
+
+        def part_bytes(s: int, j: int, _: int) -> int:
+            stage = problem.stages[s]
+            return rank.pool.size(ceil(of_microbatch(stage.activation_bytes, j) / stage.offload_parts))
+
+        try:
+            require_valid(schedule, layout, problem, rank.require)
+            plan = lower(schedule, rank.number, layout, problem)
+            rank.pool.reserve(plan.host_peak(part_bytes))
+        except LostError:
+            raise
+        except OptPipeError as error:
+            log.warning("rank %s cannot run the schedule of the next step: %s", rank.team.name, error)
+            return None
+        return plan
 
     def close(self) -> None:
         """Ends the threads. Steps that were announced and not run are dropped."""
-        self._ahead.close()
+        if self._rank.team.failure is None:
+            self._thread.close()
 
     def __enter__(self) -> PlannedSteps:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()

@@ -22,7 +22,6 @@ from optpipe.model.arrays import Floats
 from optpipe.model.figures import of_microbatch
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepRules, StepScheduler
 from optpipe.steps.cost_model import LEARNT, WINDOW, robust_fit
@@ -85,13 +84,13 @@ def measured_step(number: int, report: StepReport, problem: Problem, stages: Seq
 
 
 class StepPlanner:
-    """Plans steps on the rank of the first stage. `times` are those learnt in an earlier training; `rank` is its number
-    in the pipeline."""
+    """Plans steps on the rank of the first stage, whose number in the pipeline is `rank`. `times`: those learnt in an
+    earlier training."""
 
     def __init__(self, rank: int, times: CostModel | None) -> None:
         self._rank, self.times = rank, times  # can be kept in a file; None until a first profile
         self.step_ms = 0.0  # that the last one took
-        self._lock = threading.Lock()  # a step is planned while another one's micro-batches are profiled
+        self._lock = threading.RLock()  # a step is planned while another one's micro-batches are profiled
         self._others: CostModel | None = None
         self._template: Problem | None = None  # the first profiled problem, with one figure for all micro-batches
         self._profiled: list[Row] = []  # the features of each profiled micro-batch
@@ -99,7 +98,7 @@ class StepPlanner:
         self._measured: list[tuple[Features, Floats]] = []  # by steps whose times the model has not learnt
         self._learnt = 0  # micro-batches in the model's window
         self._features: dict[int, Features] = {}  # of the steps whose times are not here yet
-        self._margin = 1.0
+        self._margin = 1.0  # how many times the certified bytes a step has held
 
     def plan(self, by_rank: Sequence[StepAnnouncement], begins: threading.Event) -> Schedule | Unmeasured:
         """In a thread beside the step before: from all ranks' announcements of a step, its schedule. Looks for better
@@ -113,7 +112,7 @@ class StepPlanner:
             self._features[own.number] = own.features
             if len(self._features) > MOST_STEPS:
                 del self._features[min(self._features)]
-            problem = self._problem(own.features)
+            problem = self.problem(own.features)
         assert self._template is not None
         assert self.times is not None
         starts = [self.times.rules] if self.times.rules else []
@@ -150,7 +149,17 @@ class StepPlanner:
         """The problem of micro-batches with these features. Raises `InputError` if one is missing, or nothing is
         profiled yet."""
         with self._lock:
-            return self._problem(features)
+            if self.times is None or self._template is None or self._others is None:
+                raise InputError("nothing is learnt yet: call problem after the first step")
+            problem = self.times.problem(self._others.problem(self._template, features), features)
+            rows = [tuple(float(each[name]) for name in self.times.features) for each in features]
+            message_ms = robust_fit(_with_one(self._profiled), np.array(self._message_ms))
+            stages = list(problem.stages)
+            for s, stage in enumerate(stages) if self._margin > 1 else ():
+                held = {name: _each(figure, len(rows)) for name in HELD if (figure := getattr(stage, name)) is not None}
+                more = {name: tuple(ceil(self._margin * n) for n in figures) for name, figures in held.items()}
+                stages[s] = stage.model_copy(update=more)
+            return problem.replace(stages=stages, p2p_ms=tuple((_with_one(rows) @ message_ms).tolist()))
 
     def _learn(self, by_rank: Sequence[Sequence[MeasuredStep]]) -> None:
         """What all ranks have measured in their last steps. Of inner peers the slowest counts. Times are learnt once
@@ -186,26 +195,6 @@ class StepPlanner:
             if is_new and (len(chosen) < missing or any(map(gt, rows[j], largest))):
                 chosen[rows[j]] = j
         return list(chosen.values())
-
-    def _problem(self, features: Features) -> Problem:
-        if self.times is None or self._template is None or self._others is None:
-            raise InputError("nothing is learnt yet: call problem after the first step")
-        problem = self.times.problem(self._others.problem(self._template, features), features)
-        rows = [tuple(float(each[name]) for name in self.times.features) for each in features]
-        message_ms = robust_fit(_with_one(self._profiled), np.array(self._message_ms))
-        return problem.replace(
-            stages=[self._enlarged(stage, len(features)) for stage in problem.stages],
-            p2p_ms=tuple((_with_one(rows) @ message_ms).tolist()),
-        )
-
-    def _enlarged(self, stage: Stage, m: int) -> Stage:
-        """With as many times the bytes as a step has held above what was certified."""
-        if self._margin == 1.0:
-            return stage
-        held = [name for name in HELD if getattr(stage, name) is not None]
-        return stage.model_copy(
-            update={name: tuple(ceil(self._margin * n) for n in _each(getattr(stage, name), m)) for name in held}
-        )
 
 
 def _row(features: Mapping[str, float]) -> Row:

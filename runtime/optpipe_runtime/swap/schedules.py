@@ -3,11 +3,16 @@
 A pipeline goes back if an offered schedule is measured to be slower (one that the user loads is meant to run), or if
 the first step by it runs out of memory: all ranks then undo that step and repeat it. A step may have a schedule of its
 own, for that step only; it may be undone, too, if it may hold more bytes than all such steps before.
+
+A schedule that is offered on rank 0 is prepared on every rank beside the training, in a thread of its own. With each
+step the ranks vote how far they are, and before the first step after that in which all were ready, they swap. No step
+waits for one that is still being prepared. If a rank refuses it, all ranks keep what they have.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,10 +31,12 @@ from optpipe_runtime.lowering.prepare import lower, require_valid
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import LostError
-from optpipe_runtime.swap.offers import Offers
 from optpipe_runtime.swap.step_times import StepTimes
 
 log = logging.getLogger("optpipe.runtime")
+
+REFUSED, PREPARING, READY = 0, 1, 2  # of an offer: the minimum over all ranks counts
+REFUSAL = "a schedule was offered and refused, training goes on with the one it has: %s"
 
 
 @dataclass
@@ -42,29 +49,19 @@ class PlannedStep:
 
 
 class Schedules:
-    """The schedules of one rank. What is not of this rank's plan is the same on every rank.
-
-    Attributes
-    ----------
-    problem
-        What was measured here, None before the profile: every schedule must be valid and fit for it.
-    loaded
-        The plan that was loaded or swapped in last.
-    version
-        How many were.
-    planned
-        This step, if it has a schedule of its own.
-    """
+    """The schedules of one rank. What is not of this rank's plan is the same on every rank."""
 
     def __init__(self, rank: Rank, learner: Learner) -> None:
         self._rank, self._learner = rank, learner
-        self.problem: Problem | None = None
-        self.loaded: Plan | None = None
-        self.version = 0
-        self.planned: PlannedStep | None = None
-        self.offers = Offers(rank.cpu_group, self._prepare_offer, self._accept)
+        self.problem: Problem | None = None  # what was measured here: every schedule must be valid and fit for it
+        self.loaded: Plan | None = None  # the plan that was loaded or swapped in last
+        self.version = 0  # how many were
+        self.planned: PlannedStep | None = None  # this step, if it has a schedule of its own
+        self._lock = threading.Lock()
+        self._newest: Schedule | None = None  # offered and not yet shared; a newer offer replaces it
+        self._preparation: _Preparation | None = None  # of one offer at a time
+        self._offer_due = False  # on all ranks alike: all are ready to swap
         self._beside = CpuGroup(rank.team)  # for threads that prepare offers beside the training
-        self._batch = Batch()  # of this step
         self._steps = 0
         self._is_first = False  # the next step is the first by the loaded schedule
         self._before: Plan | None = None  # to go back to from that one
@@ -92,11 +89,20 @@ class Schedules:
     # Between two steps, from outside
 
     def offer(self, schedule: Schedule) -> None:
-        """From any thread of rank 0."""
+        """From any thread of rank 0. Returns at once."""
         if self._rank.number != 0:
             raise InputError(f"offer was called on rank {self._rank.number}: schedules are offered on rank 0")
-        if self._rank.cpu_group.rank == 0:  # of inner peers the first one's count
-            self.offers.offer(schedule)
+        if self._rank.cpu_group.rank != 0:  # of inner peers the first one's count
+            return
+        if not isinstance(schedule, Schedule):
+            raise InputError(f"offer was given a {type(schedule).__name__}: an optpipe.Schedule can be offered")
+        with self._lock:
+            self._newest = schedule
+
+    @property
+    def preparing(self) -> bool:
+        """Whether an offer is being prepared: between two steps the same on all ranks."""
+        return self._preparation is not None
 
     def load(self, schedule: Schedule | None) -> None:
         """Collective: swaps to rank 0's schedule on every rank, or on none. Raises `ScheduleError` if it cannot run."""
@@ -125,31 +131,37 @@ class Schedules:
         """What this rank votes with a step: for the offer, and how long its last step took, in microseconds less than
         0."""
         microseconds, self._last_ms = round(1e3 * self._last_ms), 0.0
-        return *self.offers.votes(), -microseconds
+        with self._lock:
+            nothing_new = self._newest is None
+        return READY if self._preparation is None else self._preparation.state, nothing_new, -microseconds
 
     def count(self, votes: Sequence[int], same_batch: bool) -> None:
         """Takes the least of all ranks' `votes` for a step. `same_batch`: batch and model have the shapes of before."""
         state, nothing_new, minus_microseconds = votes
-        self.offers.count(state, nothing_new)
+        if self._preparation is not None:
+            self._offer_due = state == READY
+            if state == REFUSED:
+                self._preparation = None
+        elif not nothing_new:
+            with self._lock:
+                schedule, self._newest = self._newest, None
+            self._preparation = _Preparation(lambda: self._prepare_offer(schedule))
         slower = self._step_times.add(-minus_microseconds / 1e3) if minus_microseconds else None
         if not same_batch:
             self._step_times.forget()
         elif slower is not None:
             slow, before = slower
-            self._back = (
-                before.plan,
-                f"takes {slow.median:.1f} ms a step, measured, and this one {before.median:.1f} ms",
-            )
+            why = f"takes {slow.median:.1f} ms a step, measured, and this one {before.median:.1f} ms"
+            self._back = before.plan, why
 
     @property
     def swap_due(self) -> bool:
         """Whether the ranks have to meet before the next step."""
-        return self.offers.due or self._back is not None
+        return self._offer_due or self._back is not None
 
     def swap_if_due(self, batch: Batch) -> None:
         """Collective, before a step with this batch."""
-        self._batch = batch
-        if self.offers.due and (plan := self.offers.take()) is not None:
+        if self._offer_due and (plan := self._take_offer(batch)) is not None:
             self._swap(plan, offered=True)
         elif self._back is not None:
             self._swap(*self._back)
@@ -166,18 +178,16 @@ class Schedules:
         """Collective, after a step on trial that some rank could not finish: the loaded schedule is that of before; a
         step with a schedule of its own runs one micro-batch at a time. Raises `OptPipeError` if that is no way out."""
         why = next(text for text in self._rank.cpu_group.gather(complaint) if text)
-        if self.planned is not None:
-            self._give_up_planned(self.planned, why)
+        if self.planned is None:
+            if self._before is None:
+                raise OptPipeError(
+                    f"{why}; the step is undone, and there is no schedule to go back to: load one that needs less "
+                    "memory"
+                )
+            self._swap(self._before, f"ran out of memory: {why}")
             return
-        if self._before is None:
-            raise OptPipeError(
-                f"{why}; the step is undone, and there is no schedule to go back to: load one that needs less memory"
-            )
-        self._swap(self._before, f"ran out of memory: {why}")
-
-    def _give_up_planned(self, step: PlannedStep, why: str) -> None:
-        plan = step.one_at_a_time()
-        if plan is not None and plan.digest == step.plan.digest:
+        plan = self.planned.one_at_a_time()
+        if plan is not None and plan.digest == self.planned.plan.digest:
             plan = None
         if not self._rank.cpu_group.all_equal(None if plan is None else plan.number):
             raise OptPipeError(
@@ -189,7 +199,7 @@ class Schedules:
             log.warning(
                 "%s; the step runs again, one micro-batch at a time: give a smaller activation_budget_bytes", why
             )
-        step.plan = plan
+        self.planned.plan = plan
 
     def reserve(self, plan: Plan) -> None:
         """Allocates the host memory that a plan needs, unless it is there. Raises `OptPipeError` if there is too
@@ -271,10 +281,46 @@ class Schedules:
         _ = plan.schedule.makespan_ms  # computed here and kept, for the log of the swap
         return plan
 
-    def _accept(self, plan: Plan) -> None:
-        """Raises `OptPipeError` if this rank cannot run the plan now, because of its memory or of this step's batch."""
-        if not self._reserve_now(plan):
-            self._rank.cut(self._batch, plan.problem.microbatches)
+    def _take_offer(self, batch: Batch) -> Plan | None:
+        """Collective, between two steps, when a swap is due: the plan to swap to, on every rank; None if one of them
+        cannot run it now, because of its memory or of this step's batch."""
+        assert self._preparation is not None
+        plan, self._preparation, self._offer_due = self._preparation.plan, None, False
+        try:
+            if plan is not None and not self._reserve_now(plan):
+                self._rank.cut(batch, plan.problem.microbatches)
+        except OptPipeError as error:
+            log.warning(REFUSAL, error)
+            plan = None
+        return plan if self._rank.cpu_group.all_equal(None if plan is None else plan.number) else None
+
+    def close(self) -> None:
+        if self._preparation is not None:
+            self._preparation.join()
+
+
+class _Preparation(threading.Thread):
+    """One offer being prepared, with collectives that the training does not use."""
+
+    def __init__(self, prepare: Callable[[], Plan]) -> None:
+        super().__init__(name="optpipe-prepare", daemon=True)
+        self._prepare = prepare
+        self.plan: Plan | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.plan = self._prepare()
+        except LostError:
+            pass  # the next step of every rank will report it
+        except OptPipeError as error:
+            log.warning(REFUSAL, error)
+        except Exception:
+            log.exception("a schedule was offered and could not be prepared, training goes on with the one it has")
+
+    @property
+    def state(self) -> int:
+        return PREPARING if self.is_alive() else READY if self.plan is not None else REFUSED
 
 
 def share_schedule(cpu_group: CpuGroup, source: int, make: Callable[[], Any]) -> Any:

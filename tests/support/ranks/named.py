@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optpipe import Problem
-from optpipe_runtime.factory import Setup
+from optpipe_runtime.profiles import Setup
 
 
 def in_a_row(setups: list[Setup], **named: Tensor) -> Tensor:

@@ -1,4 +1,13 @@
-"""What `optpipe profile` measures on one rank: the `Setup` that a user's function returns, or a config of transformers.
+"""What is measured beside the stages of a training: a model layer by layer (`profile_layers`), so that a search can cut
+it and place its stages, and what `optpipe profile` is given: a function that returns a `Setup`, or a config of
+transformers.
+
+problem = profile_layers(model, loss_fn, microbatches, inputs, targets, activation_budget_bytes=2 * 10**9)
+schedule = on_all_ranks(optpipe.solve(problem, placements="all").schedule if dist.get_rank() == 0 else None)
+stages = stages_of(model, schedule)  # as they were found
+placement = [stage.device for stage in schedule.problem.stages]
+with Pipeline(stages, placement, loss_fn, microbatches) as pipe:
+    pipe.load(schedule)
 
 # model.py, for `optpipe profile --model model:factory --ranks 2 --microbatches 8`
 def factory(rank: int, ranks: int) -> Setup:
@@ -14,19 +23,76 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe.errors import InputError, did_you_mean
 from optpipe.files import parse_json, read_text
-from optpipe_runtime.models.stages import stages_of
+from optpipe.model.placement import rechunk
+from optpipe.model.problem import Problem
+from optpipe_runtime.models.part import evenly
+from optpipe_runtime.models.stages import model_of, stages_of
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.torch_private.tensors import buffers_of, parameters_of
 
+T = TypeVar("T")
+
 REQUIRED = ("stages", "placement", "loss_fn", "microbatches")  # arguments of `Pipeline` that are no options
+
+
+def profile_layers(
+    model: Any,
+    loss_fn: LossFn,
+    microbatches: int,
+    inputs: Any = None,
+    targets: Any = None,
+    activation_budget_bytes: int | None = None,
+    offload_parts: int = 1,
+    repeats: int = 7,
+    kwargs: Mapping[Any, Any] | None = None,
+    **options: Any,
+) -> Problem:
+    """Measures each layer of a model as a stage of its own. Collective.
+
+    Parameters
+    ----------
+    model
+        A list of layers, an nn.Sequential, or a causal language model of transformers, as for `stages_of`.
+    loss_fn, microbatches, options
+        As for `Pipeline`.
+    inputs, targets, activation_budget_bytes, offload_parts, repeats, kwargs
+        As for `Pipeline.profile`. Every rank has some layers, so inputs are needed on the first rank, targets on the
+        last one, and named arguments on all.
+
+    Returns
+    -------
+    Problem
+        With `layers`, and one stage on each rank, as even as the layers allow; the same on every rank.
+    """
+    ranks, count = dist.get_world_size(options.get("group")), model_of(model).layers
+    placement = [rank for rank, share in enumerate(evenly(count, ranks)) for _ in range(share)]
+    stages = stages_of(model, placement, [1] * count, rank=dist.get_rank(options.get("group")))
+    with Pipeline(stages, placement, loss_fn, microbatches, **options) as pipe:
+        measured = pipe.profile(inputs, targets, activation_budget_bytes, offload_parts, repeats, kwargs)
+    layers = [stage.model_dump(exclude={"device"}, exclude_none=True) for stage in measured.stages]
+    return rechunk(measured.replace(layers=layers), 1)
+
+
+def on_all_ranks(value: T | None, group: dist.ProcessGroup | None = None) -> T:
+    """What rank 0 of the group gives, such as the schedule that it has found, on every rank. Collective. Raises
+    `InputError` on all ranks if it is None."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    value = box[0]
+    if value is None:
+        raise InputError(
+            "on_all_ranks was given None on rank 0; if a search found no schedule, its result has the reason"
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -79,21 +145,10 @@ class BatchSizes(NamedTuple):
 
 
 def find_factory(model: str, sizes: BatchSizes) -> Factory:
-    """What makes the stages and the batch of a rank.
-
-    Parameters
-    ----------
-    model
-        `module:function`: a user's function, which is called with rank and ranks. The module may be in the current
-        folder or beside the script. The path of a `config.json`: a causal language model of transformers.
-    sizes
-        Of the batch. A function makes its own.
-
-    Raises
-    ------
-    InputError
-        If there is no such model, its package is not installed, or it cannot be measured.
-    """
+    """What makes the stages and the batch of a rank: `module:function`, a user's function, which is called with rank
+    and ranks and makes a batch of its own; its module may be in the current folder or beside the script. Or the path of
+    a `config.json`: a causal language model of transformers, with a batch of these sizes. Raises `InputError` if there
+    is no such model, its package is not installed, or it cannot be measured."""
     if model.endswith(".json"):
         return _of_config(model, sizes)
     for name in ("microbatch_size", "sequence"):
