@@ -1,21 +1,29 @@
-"""A rank that fails says where, and no other waits for it longer than the user's timeout."""
+"""A rank that fails says where: rank, op, stage and micro-batch; and no other waits for it longer than the user's
+timeout."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from support.ranks import cases, failures
+from support.ranks.cases import batch, loss_fn, own_stages, problem
 from support.ranks.failures import Told, Trouble
 from support.ranks.worker import STARTER, Ranks
+from torch import Tensor
 
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
+from optpipe_runtime.memory.host_memory import OnHost
 from optpipe_runtime.ranks.team import MOST_BLOCKS, nccl_options
 
 LOST = re.compile(r".*rank \d lost its connection to (rank \d|another rank): ")
@@ -164,3 +172,44 @@ def test_no_step_runs_after_the_end(tmp_path: Path, shut_down: bool, sentence: s
     for (told,) in own(failures.ended, placement=[0, 1], schedule=waves([0, 1]), shut_down=shut_down):
         assert told.startswith(sentence)
     own.close()
+
+
+PROGRAMS = [["0F0", "0O0", "0D0", "0F1", "0R0", "0B0", "0W0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
+COPY = "rank 0 was at 0D0: D of stage 0, micro-batch 0; what failed is 0O0: O of stage 0, micro-batch 0"
+LOSS = "rank 1 was at 1F0: F of stage 1, micro-batch 0"
+WAITING = "rank 0 was at 0B0: B of stage 0, micro-batch 0, waiting for the gradient of 0B0 from rank 1"
+
+
+def fail(*_: object) -> Any:
+    raise ValueError("not today")
+
+
+def told_of(what: str) -> list[str]:
+    """A copy fails on rank 0, or the loss on rank 1. What the other rank is told, and what that came from."""
+    failing, found = False, list[str]()
+
+    def take_out(self: Any, pieces: Sequence[Tensor]) -> Any:
+        return [self._link.out.run(fail)]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return fail() if failing else loss_fn(output, target)
+
+    pipe = Pipeline(own_stages([0, 1]), [0, 1], loss, 2)
+    pipe.load(Schedule.parse(problem([0, 1], 2), PROGRAMS))
+    pipe.step(*batch(0, 2))
+    failing, copies = what == "loss", what == "copy" and dist.get_rank() == 0
+    try:
+        with mock.patch.object(OnHost, "take_out", take_out) if copies else nullcontext():
+            pipe.step(*batch(1, 2))
+    except OptPipeError as error:
+        found = [str(error), str(error.__cause__)]
+    pipe.close()
+    return found
+
+
+@pytest.mark.parametrize(("what", "failing", "sentence", "other"), [("copy", 0, COPY, ""), ("loss", 1, LOSS, WAITING)])
+def test_a_failure_names_what_failed(ranks: Ranks, what: str, failing: int, sentence: str, other: str) -> None:
+    ((told, cause),) = ranks.survivors(told_of, failing, what=what)
+    assert f"ValueError: not today\n{sentence}\n" in ranks.why
+    assert told.startswith(other)
+    assert f"rank {1 - failing} lost its connection to " in cause

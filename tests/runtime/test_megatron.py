@@ -20,21 +20,21 @@ from optpipe.formats import megatron as form
 from optpipe.model.ops import OPTIMIZER, Kind
 from optpipe.model.placement import Placement
 from optpipe.model.records import Stage
+from optpipe.schedule import Schedule
 from optpipe_solver import heuristics, systems
 
 pytestmark = pytest.mark.stacks
 WARNS = pytest.mark.filterwarnings("ignore")  # its import tells what it lacks on this machine
 
 
+def systems_of(*names: str) -> list[Schedule]:
+    return [systems.generate(name, cases.problem((0, 1), megatron.MICROBATCHES)) for name in names]
+
+
 def runnable(found: list[Case]) -> list[Case]:
     """Those of one route, with as many stages on each rank, and no optimizer on the host."""
-    return [
-        case
-        for case in found
-        if len(case.layout.routes) == 1
-        and len({case.layout.placement.count(rank) for rank in case.layout.placement}) == 1
-        and not case.kinds & OPTIMIZER
-    ]
+    alike = [case for case in found if len(set(map(case.layout.placement.count, case.layout.placement))) == 1]
+    return [case for case in alike if len(case.layout.routes) == 1 and not case.kinds & OPTIMIZER]
 
 
 def together(outcomes: list[Outcome]) -> Outcome:
@@ -102,8 +102,7 @@ def test_peaks_are_as_certified_on_the_problem_that_it_profiles(
 def test_gradient_buffers_and_token_counts_are_megatrons(per_token: bool, in_bfloat16: bool, ranks: Ranks) -> None:
     """In Megatron's DistributedDataParallel, finished by its `finalize_model_grads`; with a whole and a split
     backward."""
-    problem = cases.problem((0, 1), megatron.MICROBATCHES)
-    schedules = [systems.generate(name, problem) for name in ("1f1b", "zb-h1")]
+    schedules = systems_of("1f1b", "zb-h1")
     how = {"in_ddp": True, "per_token": per_token, "in_bfloat16": in_bfloat16}
     theirs = ranks(megatron.theirs, placement=(0, 1), **how)
     by_rank = ranks(megatron.ours, schedules=schedules, **how)
@@ -115,8 +114,7 @@ def test_gradient_buffers_and_token_counts_are_megatrons(per_token: bool, in_bfl
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_auxiliary_losses_of_experts_have_megatrons_scale(per_token: bool, ranks: Ranks) -> None:
-    problem = cases.problem((0, 1), megatron.MICROBATCHES)
-    schedules = [systems.generate(name, problem) for name in ("1f1b", "zb-h1", "1f1b-recompute")]
+    schedules = systems_of("1f1b", "zb-h1", "1f1b-recompute")
     how = {"experts": True, "per_token": per_token}
     theirs = together(ranks(megatron.theirs, placement=(0, 1), **how))
     for schedule, *outcomes in zip(schedules, *ranks(megatron.ours, schedules=schedules, **how), strict=True):
@@ -125,8 +123,7 @@ def test_auxiliary_losses_of_experts_have_megatrons_scale(per_token: bool, ranks
 
 def test_sequences_may_have_different_lengths(ranks: Ranks) -> None:
     """With `variable_seq_lengths`, as Megatron's own functions."""
-    problem = cases.problem((0, 1), megatron.MICROBATCHES)
-    schedules = [systems.generate(name, problem) for name in ("1f1b", "zb-h1", "1f1b-recompute")]
+    schedules = systems_of("1f1b", "zb-h1", "1f1b-recompute")
     plain = together(ranks(megatron.plain, stages=2, different=True)[:1])
     require_same("Megatron's own", ranks(megatron.theirs, placement=(0, 1), different=True), plain)
     for schedule, *outcomes in zip(schedules, *ranks(megatron.ours, schedules=schedules, different=True), strict=True):
@@ -134,14 +131,14 @@ def test_sequences_may_have_different_lengths(ranks: Ranks) -> None:
 
 
 def test_a_profile_leaves_gradient_buffers_as_they_are(ranks: Ranks) -> None:
-    schedule = systems.generate("zb-h1", cases.problem((0, 1), megatron.MICROBATCHES))
+    (schedule,) = systems_of("zb-h1")
     assert ranks(megatron.profiled_in_ddp, schedule=schedule) == [[], []]
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_replicas_and_tensor_parallel_stages(tensor: int, four_ranks: Ranks) -> None:
     """Two replicas of a pipeline, which get other batches; or one whose linear layers two ranks share."""
-    schedule = systems.generate("zb-h1", cases.problem((0, 1), megatron.MICROBATCHES))
+    (schedule,) = systems_of("zb-h1")
     theirs = four_ranks(megatron.theirs, placement=(0, 1), tensor=tensor, in_ddp=True)
     found = four_ranks(megatron.ours, schedules=[schedule], tensor=tensor, in_ddp=True)
     for (own,), expected in zip(found, theirs, strict=True):
@@ -151,8 +148,8 @@ def test_replicas_and_tensor_parallel_stages(tensor: int, four_ranks: Ranks) -> 
 
 
 def test_evaluations_have_no_gradients(ranks: Ranks) -> None:
-    problem = cases.problem((0, 1), megatron.MICROBATCHES)
-    (none, *_), (losses, collected, _) = found = ranks(megatron.evaluated, schedule=systems.generate("zb-h1", problem))
+    (schedule,) = systems_of("zb-h1")
+    (none, *_), (losses, collected, _) = found = ranks(megatron.evaluated, schedule=schedule)
     assert none == []
     assert len(losses) == len(collected) == megatron.MICROBATCHES
     for *_, with_gradient in found:
@@ -161,12 +158,9 @@ def test_evaluations_have_no_gradients(ranks: Ranks) -> None:
 
 
 def test_what_it_cannot_do_is_refused(ranks: Ranks) -> None:
-    schedule = systems.generate("1f1b", cases.problem((0, 1), megatron.MICROBATCHES))
-    configs = [
-        ("fine_grained_activation_offloading", True),
-        ("enable_autocast", True),
-        ("expert_model_parallel_size", 2),
-    ]
+    (schedule,) = systems_of("1f1b")
+    on, experts = ("fine_grained_activation_offloading", "enable_autocast"), "expert_model_parallel_size"
+    configs = [*((name, True) for name in on), (experts, 2)]
     arguments = [("num_microbatches", 4), ("adjust_tensor_shapes_fn", print), ("data_iterator", [])]
     for sentences in ranks(megatron.refusals, schedule=schedule, configs=configs, arguments=arguments):
         assert sentences == [
@@ -180,7 +174,7 @@ def test_what_it_cannot_do_is_refused(ranks: Ranks) -> None:
 
 
 def test_what_one_rank_cannot_do_is_refused_on_all(ranks: Ranks) -> None:
-    schedule = systems.generate("1f1b", cases.problem((0, 1), megatron.MICROBATCHES))
+    (schedule,) = systems_of("1f1b")
     told, own = ranks(megatron.refusals_of_one, schedule=schedule, rank=1)
     assert own == [
         "model has 2 chunks on rank 1 of 2: the schedule places 1 there, on 2 ranks",
@@ -190,7 +184,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all(ranks: Ranks) -> None:
 
 
 def test_what_one_rank_refuses_in_a_later_step_ends_it_on_all(ranks: Ranks) -> None:
-    schedule = systems.generate("1f1b", cases.problem((0, 1), megatron.MICROBATCHES))
+    (schedule,) = systems_of("1f1b")
     told, own = ranks.to_the_end(megatron.refused_later, schedule=schedule, rank=1)
     assert own == "data_iterator has 2 iterators: each of 1 chunks needs one"
     assert "rank 0 lost its connection" in told

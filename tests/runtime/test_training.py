@@ -8,21 +8,179 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.close import require_close
 from support.pages import DOCS
 from support.ranks import cases, replicas, scripts
-from support.ranks import training as rank_training
+from support.ranks.cases import (
+    Gradients,
+    batch,
+    loss_fn,
+    make_stages,
+    own_stages,
+    pipeline,
+    plain_step,
+)
 from support.ranks.programs import OFFLOADED, SPLIT
+from support.ranks.replicas import Seen, gradients, parameters, place
 from support.ranks.worker import Ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from examples import reference, text
 from examples.gpt import Size
 from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
+from optpipe_runtime.ranks.gradients import clip
+
+
+class Habits(NamedTuple):
+    """How somebody trains: every `accumulate` steps the optimizer, then the scheduler; gradients are set to None or to
+    zero."""
+
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    accumulate: int = 1
+    to_none: bool = True
+
+
+HABITS = (
+    Habits(lambda own: torch.optim.AdamW(own, lr=1e-2, weight_decay=0.1, fused=True), accumulate=2),
+    Habits(lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, nesterov=True), accumulate=2, to_none=False),
+    Habits(lambda own: torch.optim.Adafactor(own, lr=1e-2)),
+)
+
+
+def optimized(schedule: Schedule, steps: int) -> list[Gradients]:
+    """The parameters after a training with each of the habits."""
+    trained = []
+    for habits in HABITS:
+        modules = own_stages([0, 1])
+        with pipeline(modules, schedule) as pipe:
+            trained.append(_optimize(habits, modules, steps, schedule.problem.microbatches, pipe.step))
+    return trained
+
+
+def optimized_plainly(microbatches: int, steps: int) -> list[Gradients]:
+    """The same in one process, with one thread as on a rank: more of them add in another order."""
+    torch.set_num_threads(1)
+    trained = []
+    for habits in HABITS:
+        modules = dict(enumerate(make_stages(2)))
+        step = partial(plain_step, modules.values(), microbatches=microbatches)
+        trained.append(_optimize(habits, modules, steps, microbatches, step))
+    return trained
+
+
+def _optimize(
+    habits: Habits, modules: dict[int, nn.Module], steps: int, microbatches: int, run: Callable[..., object]
+) -> Gradients:
+    optimizer = habits.optimizer([parameter for module in modules.values() for parameter in module.parameters()])
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    for step in range(steps):
+        run(*batch(step, microbatches))
+        if (step + 1) % habits.accumulate == 0:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=habits.to_none)
+    return parameters(modules)
+
+
+def clipped(schedules: Sequence[Schedule], max_norm: float, norm_type: float) -> list[Seen]:
+    """A step with each schedule on two ranks."""
+    rank, m = dist.get_rank(), schedules[0].problem.microbatches
+    modules = own_stages([0, 1])
+    optimizer, seen = torch.optim.SGD(modules[rank].parameters(), lr=0.1), []
+    with Pipeline(modules, [0, 1], loss_fn, m) as pipe:
+        for step, schedule in enumerate(schedules):
+            pipe.load(schedule)
+            optimizer.zero_grad()
+            report = pipe.step(*batch(step, m))
+            norm = pipe.clip_grad_norm_(max_norm, norm_type)
+            seen.append(Seen(report.losses, gradients(modules), norm))
+            optimizer.step()
+    return seen
+
+
+def scaled(schedule: Schedule, overflow: int) -> tuple[list[float], list[list[float] | None], Gradients]:
+    """Four steps with a loss scale that overflows once, on rank 1 only: the scales, the losses, the parameters."""
+    m, rank = schedule.problem.microbatches, dist.get_rank()
+    modules = own_stages([0, 1])
+    optimizer = torch.optim.SGD(modules[rank].parameters(), lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**16, process_group=dist.group.WORLD)
+    scaler.scale(torch.zeros(()))  # the scale is made at its first use, and only the last rank computes a loss
+    scales, losses = [], []
+    with Pipeline(modules, [0, 1], lambda output, target: scaler.scale(loss_fn(output, target)), m) as pipe:
+        pipe.load(schedule)
+        for step in range(4):
+            optimizer.zero_grad()
+            report = pipe.step(*batch(step, m))
+            if step == overflow and rank == 1:
+                next(modules[1].parameters()).grad[0] = torch.inf  # type: ignore[index]
+            losses.append(report.losses and [loss / scaler.get_scale() for loss in report.losses])
+            scaler.unscale_(optimizer)
+            pipe.clip_grad_norm_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    return scales, losses, parameters(modules)
+
+
+def checkpointed(
+    schedule: Schedule,
+    steps: range,
+    folder: object = "",
+    resume: bool = False,
+    save: bool = False,
+    how: str = "alone",
+    dropout: float = 0.0,
+) -> tuple[list[Any], Gradients]:
+    """Trains some steps of a training, from the checkpoint or from the start; losses, and the parameters at the end."""
+    placement = [stage.device for stage in schedule.problem.stages]
+    here, m = place(alone=how == "alone"), schedule.problem.microbatches
+    modules = here.stages(placement, how, dropout)
+    model = nn.ModuleDict({str(s): module for s, module in modules.items()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+    losses = []
+    if resume:
+        for module in modules.values():
+            nn.init.zeros_(next(module.parameters()))  # all comes from the checkpoint
+
+    def states() -> dict[str, Any]:
+        own, its = get_state_dict(model, optimizer, options=by_name)
+        random = {f"random.{here.number}": torch.get_rng_state()} if dropout else {}
+        return {"model": own, "optimizer": its, "scheduler": scheduler.state_dict(), **random}
+
+    with pipeline(modules, schedule, group=here.group) as pipe:
+        if resume:
+            state = states()
+            dcp.load(state, checkpoint_id=str(folder))
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=by_name
+            )
+            scheduler.load_state_dict(state["scheduler"])
+            if dropout:
+                torch.set_rng_state(state[f"random.{here.number}"])
+        for step in steps:
+            optimizer.zero_grad()
+            losses.append(pipe.step(*batch(step, m)).losses)
+            optimizer.step()
+            scheduler.step()
+        if save:
+            dcp.save(states(), checkpoint_id=str(folder))
+    return losses, parameters(modules)
+
 
 PAGE = (DOCS / "training.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"(?<!-->\n\n)^```python\n(.*?)^```$", PAGE, re.M | re.S)
@@ -33,15 +191,15 @@ TEXTS = [(DOCS.parent / name).read_text(encoding="utf-8") for name in EXAMPLES]
 def test_optimizers_work_as_in_a_plain_run(ranks: Ranks) -> None:
     """Those whose update of a parameter depends on that parameter alone, also every second step: the same bits."""
     (schedule,) = cases.parsed(SPLIT)
-    first, last = ranks(rank_training.optimized, schedule=schedule, steps=4)
-    for habits, plain in enumerate(rank_training.optimized_plainly(schedule.problem.microbatches, 4)):
+    first, last = ranks(optimized, schedule=schedule, steps=4)
+    for habits, plain in enumerate(optimized_plainly(schedule.problem.microbatches, 4)):
         np.testing.assert_equal(first[habits] | last[habits], plain)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_uses_the_norm_of_the_whole_model(ranks: Ranks, norm_type: float) -> None:
     schedules = cases.parsed(SPLIT, OFFLOADED)
-    results = ranks(rank_training.clipped, schedules=schedules, max_norm=0.3, norm_type=norm_type)
+    results = ranks(clipped, schedules=schedules, max_norm=0.3, norm_type=norm_type)
     plain = cases.plain_training(cases.make_stages(2), cases.batches(2, 4), 4, max_norm=0.3, norm_type=norm_type)
     for step, expected in enumerate(plain):
         assert [seen[step].norm for seen in results] == pytest.approx([expected.norm] * 2, rel=1e-6)
@@ -50,7 +208,7 @@ def test_clipping_uses_the_norm_of_the_whole_model(ranks: Ranks, norm_type: floa
 
 def test_a_loss_scale_that_overflows_on_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
     (schedule,) = cases.parsed(SPLIT)
-    results = ranks(rank_training.scaled, schedule=schedule, overflow=1)
+    results = ranks(scaled, schedule=schedule, overflow=1)
     assert [scales for scales, *_ in results] == [[2.0**16, 2.0**15, 2.0**15, 2.0**15]] * 2
     modules = dict(enumerate(cases.make_stages(2)))
     plain = cases.plain_training(modules.values(), cases.batches(4, 4), 4, max_norm=0.5, skipped=1)
@@ -72,20 +230,15 @@ def gpipe(placement: list[int], m: int) -> Schedule:
     return Schedule.parse(cases.problem(placement, m), programs)
 
 
-def checkpointed(pool: Ranks, schedule: Schedule, steps: range, folder: object = "", **options: Any) -> list[Any]:
-    options = {"resume": False, "save": False} | options
-    return pool(rank_training.checkpointed, schedule=schedule, folder=str(folder), steps=steps, **options)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_checkpoint_is_resumed(ranks: Ranks, four_ranks: Ranks, tmp_path: Path, dropout: float) -> None:
     """Two ranks train, save and go on; these and, without random numbers, four ranks resume: the same bits in every
     loss and parameter afterwards."""
     two, four = gpipe([0, 1, 1, 0], 2), gpipe([0, 1, 2, 3], 2)
-    checkpointed(ranks, two, range(2), tmp_path, save=True, dropout=dropout)
-    whole = checkpointed(ranks, two, range(4), dropout=dropout)
+    ranks(checkpointed, schedule=two, steps=range(2), folder=tmp_path, save=True, dropout=dropout)
+    whole = ranks(checkpointed, schedule=two, steps=range(4), dropout=dropout)
     for pool, schedule, last in ((ranks, two, 0), (four_ranks, four, 3))[: 1 if dropout else 2]:
-        again = checkpointed(pool, schedule, range(2, 4), tmp_path, resume=True, dropout=dropout)
+        again = pool(checkpointed, schedule=schedule, steps=range(2, 4), folder=tmp_path, resume=True, dropout=dropout)
         assert again[last][0] == whole[0][0][2:]
         found = {name: parameter for _, own in again for name, parameter in own.items()}
         np.testing.assert_equal(found, whole[0][1] | whole[1][1])
@@ -96,8 +249,8 @@ def test_a_checkpoint_of_replicas_is_resumed_without_them(
     ranks: Ranks, four_ranks: Ranks, tmp_path: Path, how: str
 ) -> None:
     schedule = gpipe([0, 1], 2)
-    saved = checkpointed(four_ranks, schedule, range(2), tmp_path, save=True, how=how)
-    loaded = checkpointed(ranks, schedule, range(0), tmp_path, resume=True)
+    saved = four_ranks(checkpointed, schedule=schedule, steps=range(2), folder=tmp_path, save=True, how=how)
+    loaded = ranks(checkpointed, schedule=schedule, steps=range(0), folder=tmp_path, resume=True)
     for rank in range(2):
         np.testing.assert_equal(loaded[rank][1], saved[rank][1])
 
@@ -131,9 +284,7 @@ def test_ten_lines_of_a_script_are_added() -> None:
 def require_same_losses(*said: str) -> None:
     plain, ours = ([float(loss) for loss in re.findall(r"step \d: loss (\S+)", text)] for text in said)
     assert len(plain) == 3
-    assert plain == pytest.approx(
-        ours, abs=1.5e-4
-    )  # the last of four digits may be rounded up in one and down in the other
+    assert plain == pytest.approx(ours, abs=1.5e-4), "the last of four digits may be rounded up and down"
 
 
 def test_both_examples_print_the_same_losses(ranks: Ranks, tmp_path: Path) -> None:
@@ -161,3 +312,26 @@ def test_both_examples_print_the_same_losses_under_torchrun() -> None:
     said = [run.communicate(timeout=560) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
     require_same_losses(*(out for out, _ in said))
+
+
+class Alone:
+    """A group of one rank."""
+
+    peer, peers = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_clipping_equals_that_of_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Linear(7, 5, dtype=dtype) for _ in range(2))
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        own.grad = torch.randn_like(own)
+        other.grad = own.grad.clone()
+    group: Any = Alone()
+    norm = clip(dict(ours.named_parameters()), (), group, 0.05, 2.0)
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)), rel=1e-6)
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)

@@ -82,14 +82,12 @@ class _Armed(nn.Module):
 
 
 def in_trouble(placement: Sequence[int], schedule: Schedule, trouble: Trouble) -> Told:
-    rank, m = dist.get_rank(), schedule.problem.microbatches
+    rank, m, error = dist.get_rank(), schedule.problem.microbatches, ""
     modules = own_stages(placement)
     if rank == trouble.rank:
         first = min(modules)
         modules[first] = _Armed(modules[first], trouble)
-    pipe = Pipeline(modules, placement, loss_fn, m)
-    pipe.load(schedule)
-    error = ""
+    pipe = pipeline(modules, schedule)
     try:
         for step in range(3):  # a rank whose part of a step is done hears of it in the next
             if trouble.where == "between" and rank == trouble.rank and step == trouble.nth:
@@ -118,8 +116,7 @@ def going_on(placement: Sequence[int], schedule: Schedule) -> list[str]:
     modules = own_stages(placement)
     if dist.get_rank() == 1:
         modules[1] = _Armed(modules[1], Trouble(1, "forward", 2))
-    with Pipeline(modules, placement, loss_fn, m) as pipe:
-        pipe.load(schedule)
+    with pipeline(modules, schedule) as pipe:
         try:
             pipe.step(*batch(0, m))
         except (OptPipeError, ValueError) as error:
@@ -130,9 +127,8 @@ def going_on(placement: Sequence[int], schedule: Schedule) -> list[str]:
 def frozen(placement: Sequence[int], schedule: Schedule) -> str:
     """The last rank is stopped within a step. The others wake it when they have heard."""
     rank, m = dist.get_rank(), schedule.problem.microbatches
-    with Pipeline(own_stages(placement), placement, loss_fn, m) as pipe:
+    with pipeline(own_stages(placement), schedule) as pipe:
         pids = pipe.gather(os.getpid())
-        pipe.load(schedule)
         pipe.step(*batch(0, m))
         try:
             if rank == len(pids) - 1:
@@ -177,8 +173,7 @@ def ended(placement: Sequence[int], schedule: Schedule, shut_down: bool) -> list
     """What is told where a step comes after the end of its pipeline; or after `shut_down` of torch.distributed, when
     these ranks are of no use any more."""
     m = schedule.problem.microbatches
-    pipe = Pipeline(own_stages(placement), placement, loss_fn, m)
-    pipe.load(schedule)
+    pipe = pipeline(own_stages(placement), schedule)
     pipe.step(*batch(0, m))
     if shut_down:
         dist.destroy_process_group()

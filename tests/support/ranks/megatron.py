@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 
@@ -82,20 +82,27 @@ def theirs(placement: Sequence[int], tensor: int = 1, experts: bool = False, **h
         return _outcome(get_forward_backward_func(), _chunks(placement, experts=experts), **how)
 
 
+def function(schedule: Schedule) -> Any:
+    from optpipe_runtime.megatron import forward_backward_func
+
+    return forward_backward_func(schedule)
+
+
+@contextmanager
+def running(schedule: Schedule, tensor: int = 1, experts: bool = False) -> Iterator[tuple[int, Any, dict[int, Any]]]:
+    """This rank's number, our function that runs the schedule, and the rank's chunks by stage."""
+    placement = [stage.device for stage in schedule.problem.stages]
+    with _parallel(placement, tensor) as rank, on_cpu(), function(schedule) as run:
+        yield rank, run, _chunks(placement, experts=experts)
+
+
 def ours(schedules: Sequence[Schedule], tensor: int = 1, experts: bool = False, **how: bool) -> list[Outcome]:
     """By these schedules. Megatron's GPT needs what `on_cpu` changes, our function none of it."""
     return [_ours(schedule, tensor, experts, how) for schedule in schedules]
 
 
 def _ours(schedule: Schedule, tensor: int, experts: bool, how: dict[str, bool]) -> Outcome:
-    from optpipe_runtime.megatron import forward_backward_func
-
-    placement = [stage.device for stage in schedule.problem.stages]
-    with (
-        _parallel(placement, tensor) as rank,
-        on_cpu(),
-        forward_backward_func(schedule) as run,
-    ):
+    with running(schedule, tensor, experts) as (rank, run, chunks):
         reports = []
 
         def step(**arguments: Any) -> list[Any]:
@@ -103,7 +110,7 @@ def _ours(schedule: Schedule, tensor: int, experts: bool, how: dict[str, bool]) 
             reports.append(run.report)
             return found
 
-        outcome = _outcome(step, _chunks(placement, experts=experts), **how)
+        outcome = _outcome(step, chunks, **how)
         peak, host = reports[0].peak_activation_bytes, reports[0].host_peak_bytes
         certified = schedule.compiled.certificate.device[rank].bytes
         return outcome._replace(peak_bytes=peak, certified_bytes=certified, host_peak_bytes=host)
@@ -111,11 +118,8 @@ def _ours(schedule: Schedule, tensor: int, experts: bool, how: dict[str, bool]) 
 
 def profiled(schedule: Schedule, budget_bytes: int) -> tuple[Problem, list[float]]:
     """The problem of the stages that a schedule places, and the losses of a step after, with the same iterators."""
-    from optpipe_runtime.megatron import forward_backward_func
-
-    placement = [stage.device for stage in schedule.problem.stages]
-    with _parallel(placement), on_cpu(), forward_backward_func(schedule) as run:
-        chunks = list(_chunks(placement).values())
+    with running(schedule) as (_, run, by_stage):
+        chunks = list(by_stage.values())
         arguments = _arguments(chunks, step=1)
         found = run.profile(budget_bytes, offload_parts=2, repeats=1, **arguments)
         assert all(p.grad is None for chunk in chunks for p in chunk.parameters())
@@ -125,11 +129,8 @@ def profiled(schedule: Schedule, budget_bytes: int) -> tuple[Problem, list[float
 def profiled_in_ddp(schedule: Schedule) -> list[str]:
     """In Megatron's DistributedDataParallel, between two steps: the parameters that a profile leaves changed, or with
     another gradient or mark, and those without gradients before."""
-    from optpipe_runtime.megatron import forward_backward_func
-
-    placement = [stage.device for stage in schedule.problem.stages]
-    with _parallel(placement), on_cpu(), forward_backward_func(schedule) as run:
-        chunks = list(_in_ddp(_chunks(placement)).values())
+    with running(schedule) as (_, run, by_stage):
+        chunks = list(_in_ddp(by_stage).values())
         parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
         run(**_arguments(chunks))
         for k, parameter in enumerate(parameters.values()):
@@ -152,12 +153,8 @@ def profiled_in_ddp(schedule: Schedule) -> list[str]:
 def evaluated(schedule: Schedule) -> tuple[list[float], list[float], list[int]]:
     """By our function, with its forwards only: losses, what else is collected, and how many parameters have a gradient.
     Between them one step."""
-    from optpipe_runtime.megatron import forward_backward_func
-
-    placement = [stage.device for stage in schedule.problem.stages]
-    with _parallel(placement), on_cpu(), forward_backward_func(schedule) as run:
-        chunks = list(_chunks(placement).values())
-        with_gradient, found = [], []
+    with running(schedule) as (_, run, by_stage):
+        chunks, with_gradient, found = list(by_stage.values()), [], []
         for forward_only, collects in ((True, False), (False, False), (True, True)):
             for chunk in chunks:
                 chunk.train(not forward_only)
@@ -170,53 +167,41 @@ def evaluated(schedule: Schedule) -> tuple[list[float], list[float], list[int]]:
 
 def refusals(schedule: Schedule, configs: Sequence[tuple[str, Any]], arguments: Sequence[tuple[str, Any]]) -> list[str]:
     """The sentences for what the function does not take: of the model's config, and of its arguments."""
-    from optpipe_runtime.megatron import forward_backward_func
-
-    found = []
-    placement = [stage.device for stage in schedule.problem.stages]
+    found, placement = [], [stage.device for stage in schedule.problem.stages]
     with _parallel(placement), on_cpu():
         chunks = list(_chunks(placement).values())
         for name, value in configs:
-            before = getattr(chunks[0].config, name)
-            setattr(chunks[0].config, name, value)
-            with pytest.raises(InputError) as refused, forward_backward_func(schedule) as run:
-                run(**_arguments(chunks))
-            found.append(str(refused.value))
-            setattr(chunks[0].config, name, before)
-        for name, value in arguments:
-            with pytest.raises(InputError) as refused, forward_backward_func(schedule) as run:
-                run(**_arguments(chunks) | {name: value})
-            found.append(str(refused.value))
-    return found
+            with mock.patch.object(chunks[0].config, name, value):
+                found.append(_refused(schedule, _arguments(chunks)))
+        return found + [_refused(schedule, _arguments(chunks) | {name: value}) for name, value in arguments]
+
+
+def _refused(schedule: Schedule, arguments: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as refused, function(schedule) as run:
+        run(**arguments)
+    return str(refused.value)
 
 
 def refusals_of_one(schedule: Schedule, rank: int) -> list[str]:
     """The sentences where only this rank has what cannot run: a chunk too many, or one for another place."""
-    from optpipe_runtime.megatron import forward_backward_func
-
-    found = []
-    with _parallel([stage.device for stage in schedule.problem.stages]) as own, on_cpu():
+    found, placement = [], [stage.device for stage in schedule.problem.stages]
+    with _parallel(placement) as own, on_cpu():
         for wrong in ("number", "place"):
-            chunks = list(_chunks([stage.device for stage in schedule.problem.stages]).values())
+            chunks = list(_chunks(placement).values())
             if own == rank and wrong == "number":
                 chunks *= 2
             elif own == rank:
                 chunks[0].pre_process = not chunks[0].pre_process
-            with pytest.raises(InputError) as refused, forward_backward_func(schedule) as run:
-                run(**_arguments(chunks))
-            found.append(str(refused.value))
+            found.append(_refused(schedule, _arguments(chunks)))
     return found
 
 
 def refused_later(schedule: Schedule, rank: int) -> str:
     """What a rank says in the second step, if this one is given too many iterators for it."""
-    from optpipe.errors import OptPipeError
-    from optpipe_runtime.megatron import forward_backward_func
-
     placement = [stage.device for stage in schedule.problem.stages]
     with _parallel(placement) as own, on_cpu():
         chunks = list(_chunks(placement).values())
-        run = forward_backward_func(schedule)
+        run = function(schedule)
         run(**_arguments(chunks))
         arguments = _arguments(chunks, step=1)
         if own == rank:
@@ -275,8 +260,7 @@ def _chunks(placement: Sequence[int], whole: bool = False, experts: bool = False
         masked_softmax_fusion=False,
         attention_softmax_in_fp32=False,
         batch_p2p_comm=False,  # which waits for a GPU
-        overlap_p2p_comm=not whole
-        and _each(placement) > 1,  # without it two ranks exchange messages of both directions
+        overlap_p2p_comm=not whole and _each(placement) > 1,  # else two ranks exchange messages of both directions
         **(EXPERTS if experts else {}),
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -395,9 +379,9 @@ def _outcome(
     for step in range(2):
         lengths = [*DIFFERENT[step:], *DIFFERENT[:step]] if different else EQUAL
         found = run(**_arguments(list(chunks.values()), step, lengths))
-    gradients = {}
-    for s, chunk in chunks.items():
-        for name, parameter in chunk.named_parameters():
-            gradient = parameter.main_grad if in_ddp else parameter.grad
-            gradients[_in_whole(name, s)] = gradient.numpy().copy()
+    gradients = {
+        _in_whole(name, s): (p.main_grad if in_ddp else p.grad).numpy().copy()
+        for s, chunk in chunks.items()
+        for name, p in chunk.named_parameters()
+    }
     return Outcome([float(loss["lm loss"]) for loss in found], gradients, tokens[-1])

@@ -51,9 +51,8 @@ def own_stages(placement: Sequence[int], moody: bool = False) -> dict[int, nn.Mo
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = torch.randn(
-        2, SEQUENCES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = torch.randn(2, SEQUENCES, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     return inputs, targets
 
 
@@ -188,10 +187,8 @@ def paced(
         real = pipe.runner.executor.run
 
         def run(plan: Plan, *arguments: Any, **options: Any) -> StepReport:
-            outlier = 40.0 if len(ran) % 4 == 3 else 0.0
-            return replace(
-                real(plan, *arguments, **options), step_ms=ms[plan.schedule.method] + noise.uniform(0, 0.04) + outlier
-            )
+            step_ms = ms[plan.schedule.method] + noise.uniform(0, 0.04) + (40.0 if len(ran) % 4 == 3 else 0.0)
+            return replace(real(plan, *arguments, **options), step_ms=step_ms)
 
         pipe.runner.executor.run = run  # type: ignore[method-assign]
 
@@ -272,10 +269,9 @@ def offered_beside(first: Schedule, away: Schedule, error: str) -> tuple[list[in
 
     with (
         mock.patch.object(host_memory, "allocate", slow),
-        Pipeline(modules, [0, 1], mse_loss, first.problem.microbatches) as pipe,
+        pipeline(modules, first, mse_loss) as pipe,
         heard() as logged,
     ):
-        pipe.load(first)
         pipe.step(*batch(0))
         if rank == 0:
             pipe.offer(away)

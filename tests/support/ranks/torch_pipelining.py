@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +48,21 @@ class Rows(NamedTuple):
     microbatches: int
 
 
+CPU = torch.device("cpu")
+
+
+def stages_of(modules: dict[int, nn.Module], count: int, group: Any = None) -> list[PipelineStage]:
+    return [PipelineStage(module, s, count, CPU, group=group) for s, module in modules.items()]
+
+
+def take_step(
+    run: Callable[..., object], owned: Collection[int], count: int, data: Sequence[Tensor], **how: Any
+) -> None:
+    """A step of torch's, which takes inputs where the first stage is, and targets where the last is."""
+    inputs, targets = data
+    run(*([inputs] if 0 in owned else []), target=targets if count - 1 in owned else None, **how)
+
+
 def run_all(files: Sequence[Rows]) -> list[tuple[Outcome, str]]:
     """The outcome of each file, and the rows that torch has read, as it writes them."""
     return [step(file) for file in files]
@@ -66,12 +81,10 @@ def step(file: Rows, mesh: DeviceMesh | None = None) -> tuple[Outcome, str]:
     if mesh is not None:
         for module in modules.values():
             fully_shard(module, mesh=mesh["dp"])
-    stages = [PipelineStage(module, s, count, torch.device("cpu"), group=group) for s, module in modules.items()]
-    runtime = _PipelineScheduleRuntime(stages, file.microbatches, loss_fn)
+    runtime = _PipelineScheduleRuntime(stages_of(modules, count, group), file.microbatches, loss_fn)
     runtime._load_csv(str(file.path), format=file.form)
-    inputs, targets = batch(0, file.microbatches)
     losses: list[Tensor] = []
-    runtime.step(*([inputs] if 0 in modules else []), target=targets if count - 1 in modules else None, losses=losses)
+    take_step(runtime.step, modules, count, batch(0, file.microbatches), losses=losses)
     written = file.path.with_suffix(f".{dist.get_rank()}")
     runtime._dump_csv(str(written), format=file.form)
     found = {j: loss.item() for j, loss in enumerate(losses)}
@@ -96,17 +109,15 @@ def traced_by(name: str, plan: str, path: Path, named: bool = False) -> Path:
     kind = schedules.get_schedule_class(name)
     mine = [rank] if issubclass(kind, PipelineScheduleSingle) else [rank, rank + ranks]
     count = ranks * len(mine)
-    modules = {s: module for s, module in enumerate(model(count)) if s in mine}
-    stages = [PipelineStage(module, s, count, torch.device("cpu")) for s, module in modules.items()]
+    stages = stages_of({s: module for s, module in enumerate(model(count)) if s in mine}, count)
     schedule = kind(stages[0] if len(stages) == 1 else stages, microbatches, loss_fn)
     if named:
         name_ranges(*stages)
-    inputs, targets = batch(0, microbatches)
-    given, target = [inputs] if rank == 0 else [], targets if count - 1 in mine else None
-    schedule.step(*given, target=target)
+    data = batch(0, microbatches)
+    take_step(schedule.step, mine, count, data)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for letter in plan:
-            (schedule.step if letter == "t" else schedule.eval)(*given, target=target)
+            take_step(schedule.step if letter == "t" else schedule.eval, mine, count, data)
     path = path.with_suffix(f".{rank}.json")
     profiler.export_chrome_trace(str(path))
     return path
@@ -140,20 +151,13 @@ def _offloaded(schedule: Schedule) -> Offloaded:
     layout = Layout.from_problem(schedule.problem)
     count, m = len(layout.placement), layout.microbatches
     modules = own(model(count), layout.placement)
-    stages = [PipelineStage(module, s, count, torch.device("cpu")) for s, module in modules.items()]
-    runtime = torch_schedule(schedule, stages, loss_fn)
-    inputs, targets = batch(0, m)
+    runtime = torch_schedule(schedule, stages_of(modules, count), loss_fn)
     for _ in range(2):  # in the second one gradients have their memory already
         for module in modules.values():
             module.zero_grad(set_to_none=False)
         losses: list[Tensor] = []
         with (alive := Alive()):
-            runtime.step(
-                *([inputs] if 0 in modules else []),
-                target=targets if count - 1 in modules else None,
-                losses=losses,
-                return_outputs=False,
-            )
+            take_step(runtime.step, modules, count, batch(0, m), losses=losses, return_outputs=False)
     runtime.close()
     return Offloaded(
         Outcome({j: loss.item() for j, loss in enumerate(losses)}, _gradients(modules)),
@@ -169,8 +173,8 @@ def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]
     """By step, but the first, its time on this rank in ms. Stages and copies sleep as long as they are to take."""
     layout, rank = Layout.from_problem(schedule.problem), dist.get_rank()
     modules = {s: paced.SleepingStage(times) for s, place in enumerate(layout.placement) if place == rank}
-    stages = [PipelineStage(m, s, len(layout.placement), torch.device("cpu")) for s, m in modules.items()]
-    runtime = torch_schedule(schedule, stages, paced.loss)
+    count = len(layout.placement)
+    runtime = torch_schedule(schedule, stages_of(modules, count), paced.loss)
     link = runtime._link
     link.out = link.back = paced.PacedEngine(link.out, times.copy)
     batch = torch.zeros(layout.microbatches * paced.SHAPE[0], paced.SHAPE[1], requires_grad=True)
@@ -178,8 +182,7 @@ def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]
     for _ in range(1 + steps):
         dist.barrier()
         began = time.perf_counter()
-        target = batch if len(layout.placement) - 1 in modules else None
-        runtime.step(*([batch] if 0 in modules else []), target=target, losses=[], return_outputs=False)
+        take_step(runtime.step, modules, count, (batch, batch), losses=[], return_outputs=False)
         found.append((time.perf_counter() - began) * 1e3)
     runtime.close()
     return found[1:]
@@ -187,13 +190,11 @@ def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]
 
 def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0) -> str:
     """What `torch_schedule` says to stages that are elsewhere than the schedule's, or in a step with so many rows."""
-    modules = model(len(placement))
-    mine = [s for s, rank in enumerate(placement) if rank == dist.get_rank()]
-    stages = [PipelineStage(modules[s], s, len(placement), torch.device("cpu")) for s in mine]
+    count = len(placement)
+    mine = own(model(count), placement)
     try:
-        runtime = torch_schedule(schedule, stages, loss_fn)
-        inputs, targets = (part[:rows] for part in batch(0, rows))
-        runtime.step(*([inputs] if 0 in mine else []), target=targets if len(modules) - 1 in mine else None)
+        runtime = torch_schedule(schedule, stages_of(mine, count), loss_fn)
+        take_step(runtime.step, mine, count, [part[:rows] for part in batch(0, rows)])
     except InputError as error:
         return str(error)
     return ""
