@@ -1,5 +1,5 @@
-"""OptPipe's MILP against every program there is (on tiny problems), against `check` (on random ones), to the byte, and
-its refusals."""
+"""OptPipe's MILP against `check` (on random problems), to the byte, and its refusals. `test_milp_switches` compares it
+with every program there is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.oracles.enumeration import EXHAUSTIVE, LATE_START, best_of_all, problem_of, stage
 from support.oracles.milp import Solver
+from support.problems.small import lasting, problems_of_every_sort
 
 from optpipe import Problem, Schedule, check
 from optpipe.evaluate.objective import Objective
@@ -25,16 +26,6 @@ from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.rows import Literal, Rows
 from optpipe_solver.milp.search import assignment
 from optpipe_solver.milp.variables import MIB, PLAIN, Switches, Units
-
-
-@pytest.mark.parametrize("name", EXHAUSTIVE)
-def test_the_optimum_is_the_best_of_all_programs(solver: Solver, name: str) -> None:
-    problem = EXHAUSTIVE[name]
-    best, tried = best_of_all(problem, "makespan")
-    values, bound = solver.solve(problem)
-    assert tried > 10
-    assert values[-1] == pytest.approx(best)
-    assert bound == pytest.approx(best)
 
 
 def test_what_the_model_lacks_is_said(solver: Solver) -> None:
@@ -90,36 +81,10 @@ def test_the_optimum_may_need_micro_batches_that_overtake(
     assert values[-1] == bound == optimum
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Two or three stages on one or two devices, tight or ample memory, every kind of link."""
-    number = st.integers(1, 4)
-    placement = draw(st.sampled_from([[0], [0, 1], [0, 1, 0], [0, 1, 1]]))
-    stages = []
-    for device in placement:
-        size = draw(number)
-        away = (draw(number), draw(number), draw(st.integers(1, size))) if draw(st.booleans()) else None
-        stages.append(
-            stage(device, (draw(number), draw(number), draw(number)), size, draw(st.integers(0, size + 1)), away)
-        )
-    needs = [
-        sum(max(s["activation_bytes"], s["saved_for_weight_bytes"]) for s in stages if s["device"] == d)
-        for d in sorted(set(placement))
-    ]
-    return problem_of(
-        stages,
-        [need + draw(st.integers(0, 6)) for need in needs],
-        draw(st.integers(1, 3)),
-        float(draw(st.integers(0, 4))),
-        devices=[{"link": "pcie"} if draw(st.booleans()) else {} for _ in needs],
-        transfer_mode=draw(st.sampled_from(["half_duplex", "full_duplex"])),
-    )
-
-
 @settings(max_examples=examples(40))
-@given(problem=problems(), objective=st.sampled_from(["makespan", "span"]))
+@given(problem=problems_of_every_sort().map(lasting), objective=st.sampled_from(["makespan", "span"]))
 def test_every_incumbent_runs_and_fits(solver: Solver, problem: Problem, objective: Objective) -> None:
-    assert milp.unsupported(problem) is None
+    assume(milp.unsupported(problem) is None)
     values, bound = solver.solve(problem, objective, time_limit_s=1)
     assert values
     assert values == sorted(values, reverse=True)

@@ -22,6 +22,7 @@ from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.variables import ALL, PLAIN, Switches
 
 SWITCHES = {
+    "all": ALL,
     "order none": replace(ALL, order="none"),
     "order entry": replace(ALL, order="entry"),
     "two a pair": replace(ALL, one_per_pair=False),
@@ -54,8 +55,12 @@ def other(request: pytest.FixtureRequest) -> str:
 )
 def test_no_switch_changes_the_optimum(solver: Solver, name: str, objective: Objective, switches: Switches) -> None:
     problem = SPAN if name == "span" else EXHAUSTIVE[name]
+    finds_the_best_of_all_programs(solver, problem, objective, switches=switches)
+
+
+def finds_the_best_of_all_programs(milp: Solver, problem: Problem, objective: Objective, **asked: object) -> None:
     best, _ = best_of_all(problem, objective)
-    values, bound = solver.solve(problem, objective, switches=switches)
+    values, bound = milp.solve(problem, objective, **asked)
     assert values[-1] == pytest.approx(best)
     assert bound == pytest.approx(best)
 
@@ -73,10 +78,7 @@ FULL_DUPLEX = EXHAUSTIVE["a shared link"].model_copy(update={"transfer_mode": "f
 )
 def test_of_every_sort_of_problem(solver: Solver, problem: Problem, objective: Objective, switches: Switches) -> None:
     """Shared links, two chunks and two directions among them."""
-    best, _ = best_of_all(problem, objective)
-    values, bound = solver.solve(problem, objective, switches=switches)
-    assert values[-1] == pytest.approx(best)
-    assert bound == pytest.approx(best)
+    finds_the_best_of_all_programs(solver, problem, objective, switches=switches)
 
 
 def test_triangles_of_all_orders_are_of_each_variable() -> None:
@@ -102,10 +104,7 @@ def test_triangles_leave_no_cycle_of_three_and_all_orders() -> None:
 
 @pytest.mark.parametrize("name", EXHAUSTIVE)
 def test_every_backend_has_the_same_optimum(solver: Solver, other: str, name: str) -> None:
-    best, _ = best_of_all(EXHAUSTIVE[name], "makespan")
-    values, bound = solver.solve(EXHAUSTIVE[name], solver=other)
-    assert values[-1] == pytest.approx(best)
-    assert bound == pytest.approx(best)
+    finds_the_best_of_all_programs(solver, EXHAUSTIVE[name], "makespan", solver=other)
 
 
 @pytest.mark.parametrize("name", ["highs", *BACKENDS])

@@ -197,14 +197,14 @@ class _Held:
         """Parts in host memory, from O to the end of B."""
         for p, size in self._v.grid.parts(s, j).items():
             if (s, j, p) in self._v.offloaded:
-                begin, end = self._allocation(Op(O, s, j, p)), self._gradient_end(s, j)
+                begin, end = self._allocation(Op(O, s, j, p)), self._end(self._v.backward(s, j))
                 self._add(begin, end, size, self._v.offloaded[s, j, p])
 
     def _add_part(self, s: int, j: int, p: int, size: int, level: int) -> None:
         """A part that may leave: from F to D and from R to B or, if it stays, from F to B. There is such a part only
         with the choice `level`: of a checkpoint its level, of an activation that is not recomputed `NONE`."""
         offloaded = self._v.offloaded[s, j, p]
-        forward, gradient = self._start(Op(F, s, j)), self._gradient_end(s, j)
+        forward, gradient = self._start(Op(F, s, j)), self._end(self._v.backward(s, j))
         self._add(forward, self._start(Op(D, s, j, p)), size, offloaded)
         self._add(self._allocation(Op(R, s, j, p)), gradient, size, offloaded)
         if offloaded is not True:
@@ -231,9 +231,6 @@ class _Held:
         (`WindowVariables.backward`)."""
         op = self._v.backward(s, j) if of_forward and point.kind == B else Op(point.kind, s, j, point.level)
         return self._end(op) if point.is_end else self._start(op)
-
-    def _gradient_end(self, s: int, j: int) -> HintedMoment | None:
-        return self._end(self._v.backward(s, j))
 
     def _start(self, x: Op) -> HintedMoment | None:
         return self._in_window(x, HintedMoment(self._v.start[x], self._v.incumbent.start.get(x, 0)))

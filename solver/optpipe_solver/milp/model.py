@@ -201,7 +201,7 @@ def forward_offload_reload_backward(v: Variables) -> None:
 
 
 def no_overlap_on_link(v: Variables) -> None:
-    """Eq. 10 to 13, 18 and 19: transfers on a link run one at a time. One that is not made has no length."""
+    """Eq. 10 to 13, 18 and 19: transfers on a link run one at a time; that of what stays has no length."""
     for a, b in v.offload_before:
         offload, reload = v.transfer_span(Kind.O, a), v.transfer_span(Kind.R, a)
         v.rows.add_follows(

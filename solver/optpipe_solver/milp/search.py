@@ -59,8 +59,8 @@ def solve(request: Request, emit: Emit, switches: Switches = ALL) -> None:
     clock = Clock(SHARE * request.time_limit_s)
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
     search.report("the first model was not written yet", ongoing=True)
-    if switches.warm_start:
-        search.ensure_start()
+    if switches.warm_start and search.incumbents.best is None:  # section 4.1.3
+        search.incumbents.offer(next(STREAMS["adaoffload"](request.problem, request.objective)))
     ops, most = len(compute_ops(request.problem)), request.milp_ops
     if most is None and not is_licensed(request.solver):
         most = MOST_OPS
@@ -79,11 +79,6 @@ class _Search:
         self.incumbents.bound_ms = 0.0
         self._step_ms = common_step_ms(self._problem)
         self._notes: set[str] = set()
-
-    def ensure_start(self) -> None:
-        """Starts with AdaOffload's schedule where there is no other (section 4.1.3)."""
-        if self.incumbents.best is None:
-            self.incumbents.offer(next(STREAMS["adaoffload"](self._problem, self._request.objective)))
 
     def run(self, clock: Clock, switches: Switches) -> None:
         """Fixes the micro-batches' order first, then, where that may lose something, not."""
@@ -204,7 +199,7 @@ class _Reading:
         self._offload = {a: self._transfer_interval(Kind.O, a) for a in v.activations}
         self._reload = {a: self._transfer_interval(Kind.R, a) for a in v.activations}
         self._offloaded = {a for a in v.activations if self._offload[a]}
-        self._place_transfers_that_are_not_made()
+        self._place_transfers_of_what_stays()
 
     def truths(self) -> Iterator[tuple[Literal, bool]]:
         """Each literal, and whether it holds; of the orders of transfers those that the schedule fixes."""
@@ -247,8 +242,8 @@ class _Reading:
         intervals = [self._interval[part] for part in parts]
         return Interval(min(part.start for part in intervals), max(part.end for part in intervals))
 
-    def _place_transfers_that_are_not_made(self) -> None:
-        """One that is not made takes no time and lies between two transfers, as early as those before it allow."""
+    def _place_transfers_of_what_stays(self) -> None:
+        """The transfer of what stays takes no time and lies between two others, as early as those before it allow."""
         v, link = self._v, self._v.costs.link[self._v.costs.device]
         half_duplex = v.problem.transfer_mode == "half_duplex"
         for a in sorted(v.activations):

@@ -303,7 +303,7 @@ class Variables:
             self.op_before[x, y], self.op_before[y, x] = order
 
     def _create_transfers(self) -> None:
-        """A transfer that is not made has no length and must not be in the way: it may lie anywhere up to the horizon,
+        """The transfer of what stays has no length and must not be in the way: it may lie anywhere up to the horizon,
         or before B where its neighbours on the link are before theirs."""
         for a in self.activations:
             self.offloaded[a] = self.rows.new_literal()
@@ -343,14 +343,14 @@ class Variables:
                 if takes[y]:
                     self.drop_before[a, y] = self.rows.new_literal()
 
-    # --- what rows are made of
+    # --- for rows
 
     def number(self, kind: Kind, a: Activation) -> int:
         """The number of an activation's F, B or W."""
         return self.paths.number[Op(kind, *a)]
 
     def transfer_span(self, kind: Kind, a: Activation) -> Span:
-        """The length of the whole activation's transfer, all parts together, and whether it is made."""
+        """The length of the whole activation's transfer, all parts together, and whether it takes place."""
         return float(self.costs.ms[kind, *a] * self.costs.parts[a[0]] * self.paths.scale), self.offloaded[a]
 
     # --- fixed orders of transfers
@@ -368,8 +368,8 @@ class Variables:
         return self.paths.precedes(self.number(Kind.B, a), self.number(Kind.F, b))
 
     def keeps_place(self, a: Activation) -> bool:
-        """Whether all transfers on a's link are of activations that keep their order: then one that is not made keeps
-        its place, too."""
+        """Whether all transfers on a's link are of activations that keep their order: then that of what stays keeps its
+        place, too."""
         link = self.costs.link[self.costs.device]
         others = [b for b in self.activations if link[b[0]] == link[a[0]] and b != a]
         return all(self.keep_order(a, b) or self.keep_order(b, a) for b in others)

@@ -43,7 +43,7 @@ class State(NamedTuple):
     activations: tuple[tuple[int, Activation], ...] = ()  # by micro-batch
 
 
-S = TypeVar("S", bound=Hashable)
+S, T = TypeVar("S", bound=Hashable), TypeVar("T")
 
 
 def least_end(first: S, follow: Callable[[S], Iterator[S]], value: Callable[[S], float],
@@ -233,9 +233,6 @@ def _passings(state: Passing, device: SeveralStages) -> Iterator[Passing]:
         )
         g = int(weights.group[step])
         yield following if g < 0 else following._replace(waiting=_with(state.waiting, g, state.waiting[g] + 1))
-
-
-T = TypeVar("T")
 
 
 def _with(values: tuple[T, ...], at: int, value: T) -> tuple[T, ...]:

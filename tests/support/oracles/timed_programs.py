@@ -41,10 +41,8 @@ def link_stream(problem: Problem, device: int, op: Op) -> str:
 def steps_of(problem: Problem, device: int, program: Program) -> list[Step]:
     """What each op of a program waits for, whatever the other devices run: the ops before it in its program, and the
     data that it needs. The order on shared links is left out."""
-    steps = []
-    ops = list(program.ops())
+    steps, ops, last = [], list(program.ops()), dict[str, Event]()
     there = set(map(event_of, ops))
-    last: dict[str, Event] = {}
     shared = problem.devices[device].link in problem.shared_links
     for op in ops:
         stage, s, j = problem.stages[op.stage], op.stage, op.microbatch
@@ -105,22 +103,12 @@ MOST_WAITS = 6
 
 
 class Tables(NamedTuple):
-    """Programs of all devices, one row each, padded with -1.
+    """Programs of all devices, one row each, padded with -1."""
 
-    Attributes
-    ----------
-    events
-        (P, n) the number of each step's event.
-    ms
-        (P, n) how long each step takes.
-    waits, delays
-        (P, n, most) the events that each step waits for, and how long after them.
-    """
-
-    events: Ints
-    ms: Floats
-    waits: Ints
-    delays: Floats
+    events: Ints  # (P, n) the number of each step's event
+    ms: Floats  # (P, n) how long each step takes
+    waits: Ints  # (P, n, most) the events that each step waits for
+    delays: Floats  # (P, n, most) how long after them
 
 
 class TimedPrograms:

@@ -160,10 +160,15 @@ def unequal_and_tiny(draw: st.DrawFn) -> Problem:
         for d, device in enumerate(problem.devices)
     ]
     if draw(st.integers(0, 3)):
-        fields = ("forward_ms", "backward_input_ms", "backward_weight_ms")
-        lasting = [
-            each.model_copy(update={f: each_microbatch(lambda ms: ms or 1.0, getattr(each, f)) for f in fields})
-            for each in problem.stages
-        ]
-        problem = problem.replace(stages=lasting)
+        problem = lasting(problem)
     return problem.replace(devices=devices, fixed_order=draw(st.sampled_from((False, False, True))))
+
+
+def lasting(problem: Problem) -> Problem:
+    """The problem with 1 ms for each F, B and W that takes no time, as the MILP needs it."""
+    fields = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+    stages = [
+        each.model_copy(update={f: each_microbatch(lambda ms: ms or 1.0, getattr(each, f)) for f in fields})
+        for each in problem.stages
+    ]
+    return problem.replace(stages=stages)
