@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.oracles.bounds import cpsat_frames, read_frames
 from support.oracles.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_all, length, problem_of, stage
 from support.problems.small import problems_of_every_sort
 
@@ -22,8 +23,7 @@ from optpipe.lift import lift
 from optpipe.model.arrays import NONE
 from optpipe.model.figures import each_microbatch
 from optpipe.model.records import Level
-from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Ready, Request
-from optpipe_solver import cpsat
+from optpipe.process.protocol import Bound, Frame, Programs, Ready
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat import grid as grids
@@ -40,23 +40,15 @@ ALL = EXHAUSTIVE | RICHER
 OVERTAKING = problem_of([stage(0, (1, 1, 1), 1, 1, (9, 1, 1)), stage(1, (3, 1, 1), 1, 1)], [2, 2], 3, 2.0)
 
 
-def answers(problem: Problem, objective: Objective = "makespan", seconds: float = 60.0, **asked: object) -> list[Frame]:
-    frames: list[Frame] = []
-    request = {"problem": problem, "method": "cpsat", "objective": objective, "time_limit_s": seconds, **asked}
-    cpsat.run(Request.model_validate(request), frames.append)
-    return frames
-
-
 def values(problem: Problem, frames: list[Frame], objective: Objective = "makespan") -> list[float]:
     """Of the incumbents, each checked."""
-    schedules = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
+    schedules, _ = read_frames(problem, frames)
     assert [check(problem, schedule) for schedule in schedules] == [[]] * len(schedules)
     return [length(schedule, objective) for schedule in schedules]
 
 
 def bound(problem: Problem, frames: list[Frame], objective: Objective = "makespan") -> float:
-    bounds = [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
-    return max([trivial_bound(problem, objective), memory_bound(problem, objective), *bounds])
+    return max(trivial_bound(problem, objective), memory_bound(problem, objective), read_frames(problem, frames)[1])
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
@@ -64,7 +56,7 @@ def bound(problem: Problem, frames: list[Frame], objective: Objective = "makespa
 def test_the_optimum_is_the_best_of_all_programs(name: str, objective: Objective) -> None:
     problem = ALL[name]
     best, tried = best_of_all(problem, objective)
-    frames = answers(problem, objective)
+    frames = cpsat_frames(problem, objective)
     assert tried > 10
     assert values(problem, frames, objective)[-1] == pytest.approx(best)
     assert bound(problem, frames, objective) == pytest.approx(best)
@@ -72,14 +64,14 @@ def test_the_optimum_is_the_best_of_all_programs(name: str, objective: Objective
 
 @pytest.mark.parametrize(("problem", "objective", "ms"), [(LATE_START, "span", 20.0), (OVERTAKING, "makespan", 21.0)])
 def test_the_optimum_may_need_micro_batches_that_overtake(problem: Problem, objective: Objective, ms: float) -> None:
-    frames = answers(problem, objective)
+    frames = cpsat_frames(problem, objective)
     assert values(problem, frames, objective)[-1] == bound(problem, frames, objective) == ms
 
 
 @settings(max_examples=examples(40))
 @given(problem=problems_of_every_sort(), objective=st.sampled_from(["makespan", "span"]))
 def test_every_incumbent_holds_and_no_bound_is_above_it(problem: Problem, objective: Objective) -> None:
-    frames = answers(problem, objective, seconds=0.4)
+    frames = cpsat_frames(problem, objective, seconds=0.4)
     lengths = values(problem, frames, objective)
     assert lengths == sorted(lengths, reverse=True)
     assert not lengths or bound(problem, frames, objective) <= lengths[-1] * (1 + 1e-9)
@@ -125,7 +117,7 @@ def test_pairs_are_to_be_beaten_and_nothing_is_proven_where_there_may_be_some() 
     )
     assert check(problem, pairs) == []
     assert not is_expressible(pairs)
-    frames = answers(problem, warm_start=Programs.from_schedule(pairs))
+    frames = cpsat_frames(problem, warm_start=Programs.from_schedule(pairs))
     assert all(value < pairs.makespan_ms for value in values(problem, frames))
     assert not any(isinstance(frame, Bound) for frame in frames)
 
@@ -141,14 +133,14 @@ def test_micro_batches_are_numbered_as_they_enter() -> None:
 
 
 def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
-    assert answers(problem_of([stage(0, (1, 1, 1), 5)], [4], 2)) == [Ready()]
+    assert cpsat_frames(problem_of([stage(0, (1, 1, 1), 5)], [4], 2)) == [Ready()]
 
 
 def test_the_same_request_has_the_same_answer() -> None:
     """With one thread work is counted and not the clock."""
     stages = [stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(4)]
     problem = problem_of(stages, [15] * 4, 8)
-    first, second = (answers(problem, seconds=0.8, seed=7) for _ in range(2))
+    first, second = (cpsat_frames(problem, seconds=0.8, seed=7) for _ in range(2))
     assert first == second
     assert values(problem, first)
 
@@ -160,7 +152,7 @@ def test_the_same_request_has_the_same_answer() -> None:
 def test_far_fetched_times_and_sizes_do_no_harm(ms: float, away_ms: float, p2p_ms: float, size: int) -> None:
     stages = [stage(d, (ms, ms, ms), size, 1, (away_ms, away_ms, size), (1e12, 1)) for d in range(2)]
     problem = problem_of(stages, [size] * 2, 3, p2p_ms)
-    frames = answers(problem, seconds=0.2)
+    frames = cpsat_frames(problem, seconds=0.2)
     assert values(problem, frames)
     assert bound(problem, frames) <= values(problem, frames)[-1] * (1 + 1e-9)
 
@@ -263,7 +255,7 @@ def test_times_of_many_decimals_and_sizes_of_many_digits(
         monkeypatch.setattr(grids, "LONGEST", 2000)
     problem = odd(ALL[name], 10**6 + 3, random.Random(name))
     best, _ = best_of_all(problem, "makespan")
-    frames = answers(problem, seconds=10.0)
+    frames = cpsat_frames(problem, seconds=10.0)
     assert values(problem, frames)[-1] >= best * (1 - 1e-9)
     assert bound(problem, frames) <= best * (1 + 1e-9)
     if not coarse:

@@ -9,6 +9,7 @@ from itertools import islice
 import pytest
 from hypothesis import HealthCheck, given, settings
 from support.examples import examples
+from support.oracles.bounds import cpsat_frames, read_frames
 from support.oracles.effects import TABLES, effects
 from support.oracles.enumeration import EXHAUSTIVE, RICHER, best_of_all, problem_of, programs_of
 from support.oracles.enumeration import stage as numbered
@@ -20,9 +21,8 @@ from optpipe import Kind, Problem, Schedule, certify, check
 from optpipe.evaluate.effects import TABLE
 from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import Effect
-from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
+from optpipe.process.protocol import Programs
 from optpipe.reuse import repair
-from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
 from optpipe_solver.bounds.least_memory import infeasibility, least_memory
@@ -141,16 +141,12 @@ def test_cp_sat_proves_the_best_of_all_programs(name: str) -> None:
     best, tried = best_of_all(problem, "makespan")
     start = one_after_the_other(problem)
     assert check(problem, start) == []
-    frames: list[Frame] = []
-    request = Request(problem=problem, method="cpsat", time_limit_s=60, warm_start=Programs.from_schedule(start))
-    cpsat.run(request, frames.append)
-    schedules = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
-    bounds = [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
+    schedules, bound = read_frames(problem, cpsat_frames(problem, warm_start=Programs.from_schedule(start)))
     assert tried > 10
     assert all(certify(problem, schedule).fits for schedule in schedules)
     assert min(schedule.makespan_ms for schedule in [start, *schedules]) == pytest.approx(best)
     # The first two are where the engine begins.
-    assert max(trivial_bound(problem), memory_bound(problem), *bounds) == pytest.approx(best)
+    assert max(trivial_bound(problem), memory_bound(problem), bound) == pytest.approx(best)
 
 
 @pytest.mark.usefixtures("table")

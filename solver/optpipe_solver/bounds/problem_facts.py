@@ -101,6 +101,7 @@ def shortest_times(problem: Problem, microbatch: int) -> Floats:
 
 
 def shortest_paths(problem: Problem) -> Paths:
+    """Return the least times on the paths through all stages and back."""
     costs, device, examples = problem.costs, problem.costs.device, problem.costs.representatives.tolist()
     reaches, round_trip, after, home = (dict[Pass, float]() for _ in range(4))
     passes: list[list[Pass]] = [[] for _ in problem.devices]

@@ -57,12 +57,8 @@ def order_is_free(problem: Problem, objective: WindowObjective) -> bool:
 class WindowModel:
     """The model of a window of an incumbent. Its variables, constraints and objective; `solve` searches.
 
-    Parameters
-    ----------
-    in_order
-        Whether equal micro-batches keep their order in all stages, not only where they enter.
-    objective
-        "span" is meant for a window of everything, as what is after a window cannot move on its own.
+    With `in_order` equal micro-batches keep their order in all stages, not only where they enter. The objective "span"
+    is meant for a window of everything, as what is after a window cannot move on its own.
     """
 
     _variables: type[WindowVariables] = WindowVariables

@@ -31,19 +31,11 @@ WindowObjective: TypeAlias = Objective | Literal["ends"]
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a schedule that is decided anew.
+    """The part of a schedule that is decided anew: ops that start in [begin, end) may move in time."""
 
-    Attributes
-    ----------
-    begin, end
-        In ticks. Ops that start in [begin, end) may move in time.
-    devices
-        On these devices the order of ops and the choices are open, too; None for all devices.
-    """
-
-    begin: int
+    begin: int  # in ticks
     end: int
-    devices: frozenset[int] | None = None
+    devices: frozenset[int] | None = None  # where the order of ops and the choices are open, too; None: everywhere
 
     @classmethod
     def of_all(cls, incumbent: GridSchedule) -> Window:

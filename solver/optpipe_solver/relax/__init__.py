@@ -42,11 +42,7 @@ def run(request: Request, emit: Emit) -> float | None:
     """Emits better and better bounds; ends when each device has been searched as far as states can be kept.
 
     The device whose bound is highest at first is searched first. Only one's states are kept at a time: they may take
-    300 MB.
-
-    Returns
-    -------
-    The seconds used by its own count of states.
+    300 MB. Returns the seconds used by its own count of states.
     """
     problem, objective = request.problem, request.objective
     devices = searchable_devices(problem)

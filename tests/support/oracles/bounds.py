@@ -30,9 +30,16 @@ def read_frames(problem: Problem, frames: Sequence[Frame]) -> tuple[list[Schedul
     return schedules, max((frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)), default=0.0)
 
 
+def cpsat_frames(
+    problem: Problem, objective: Objective = "makespan", seconds: float = 60.0, **asked: object
+) -> list[Frame]:
+    """What CP-SAT emits in seconds of counted work."""
+    frames: list[Frame] = []
+    request = {"problem": problem, "method": "cpsat", "objective": objective, "time_limit_s": seconds, **asked}
+    cpsat.run(Request.model_validate(request), frames.append)
+    return frames
+
+
 def cpsat_finds(problem: Problem, objective: Objective, seconds: float) -> tuple[list[Schedule], float]:
     """The schedules of CP-SAT and its own bound, in seconds of counted work."""
-    frames: list[Frame] = []
-    request = Request(problem=problem, method="cpsat", objective=objective, time_limit_s=seconds, threads=1)
-    cpsat.run(request, frames.append)
-    return read_frames(problem, frames)
+    return read_frames(problem, cpsat_frames(problem, objective, seconds))
