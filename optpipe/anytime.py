@@ -266,7 +266,7 @@ def improve(
     cache
         Solved schedules, such as `optpipe_cache.Cache(path)`. The search starts from one of them if that is shorter,
         and every better schedule is kept there. A proven schedule of this problem is the answer. A heuristic or a
-        published schedule that is asked for is made anew.
+        published schedule that is asked for is computed anew.
     admit
         Called with the id of the solver's process before it is asked anything, to set limits for it.
     options

@@ -84,7 +84,7 @@ class Row:
         return fullest(self.certificate.device) if self.certificate else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON takes it; what is not known is None."""
+        """The row as JSON takes it; None for what is missing."""
         figures = self.result.to_dict()
         names = "makespan_ms", "span_ms", "bubble", "lower_bound_ms", "placement", "peak_bytes", "host_peak_bytes"
         return {
@@ -109,7 +109,7 @@ class Comparison:
 
     @classmethod
     def from_rows(cls, problem: Problem, options: CompareOptions, rows: Sequence[Row]) -> Comparison:
-        """Sorts the rows. A search's bound for the stages as given also holds for all others on these stages."""
+        """Sorts the rows. A search's bound for the problem's own stages also holds for all others on them."""
 
         def place(row: Row) -> tuple[bool, bool, float, bool]:
             return row.schedule is None, not row.fits, row.value_ms or 0.0, not is_search(row.method)
@@ -159,7 +159,7 @@ def compare(
     """Every published schedule, every heuristic and what `solve` finds on one problem, side by side.
 
     With `placements="all"` each published schedule runs on the stages that it is for, and each search runs twice: on
-    the stages as given, and on any stages, from what it found on those as given.
+    the problem's own stages, and from what it found there on any stages.
 
     Parameters
     ----------

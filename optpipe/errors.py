@@ -53,7 +53,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def input_error(error: ValidationError, what: str, record: type[BaseModel] | None = None) -> InputError:
-    """Makes one sentence of one of pydantic's complaints about `what`, and says which fields the others are about.
+    """Makes one sentence of one of pydantic's complaints about `what`, and names the fields of the others.
 
     A wrong format comes first, then an unknown field: both explain complaints about other fields. If `record` is what
     was expected, the field that may be meant is named.
@@ -73,18 +73,18 @@ def input_error(error: ValidationError, what: str, record: type[BaseModel] | Non
         complaints = [each for each in complaints if not meant or each["loc"] != (*place, meant)]
         message += f" is not a field of this format{_ask(meant or _nearest(str(name), _fields(record, place)), ': ')}"
     elif first["loc"] == ("format",) and first["type"] == "literal_error":
-        given, expected = str(first["input"]), first["ctx"]["expected"]  # both such as optpipe.problem/3
-        if given.startswith("optpipe.problem/") and "schedule" in expected:
+        found, expected = str(first["input"]), first["ctx"]["expected"]  # both such as optpipe.problem/3
+        if found.startswith("optpipe.problem/") and "schedule" in expected:
             hint = f"a problem, a schedule is expected: make one with optpipe solve {what} -o S.json"
             return InputError(f"{what} is {hint}")
-        if given.startswith("optpipe.schedule/") and "problem" in expected:
+        if found.startswith("optpipe.schedule/") and "problem" in expected:
             hint = "a schedule, a problem is expected: its field `problem` has the one that it is for"
             return InputError(f"{what} is {hint}")
         return InputError(complained(first, f"{what}: format"))
     elif first["type"] == "value_error":
         message += f": {first['msg'].removeprefix('Value error, ')}"
     else:
-        message = complained(first, message) if path else f"{what}: {_told(first)}"
+        message = complained(first, message) if path else f"{what}: {_expected(first)}"
     places = {each["loc"][:n] for each in complaints for n in range(len(each["loc"]))}  # what they are parts of
     others = [field_path(each["loc"]) for each in complaints if each is not first and each["loc"] not in places]
     if others:
@@ -121,7 +121,7 @@ def _fields(record: Any, place: Iterable[int | str]) -> Iterable[str]:
 
 
 def _types(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation such as `tuple[Device, ...]` is made of."""
+    """The types that an annotation such as `tuple[Device, ...]` consists of."""
     yield annotation
     for part in get_args(annotation):
         yield from _types(part)
@@ -129,10 +129,10 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 def complained(complaint: Mapping[str, Any], field: str) -> str:
     """Makes one sentence of a complaint of pydantic: the field, its value, and what would be right."""
-    return f"{field} = {shown(complaint['input'])}: {_told(complaint)}"
+    return f"{field} = {shown(complaint['input'])}: {_expected(complaint)}"
 
 
-def _told(complaint: Mapping[str, Any]) -> str:
+def _expected(complaint: Mapping[str, Any]) -> str:
     if complaint["type"] in ("too_short", "string_too_short"):
         return f"a length of at least {complaint['ctx']['min_length']} was expected"
     return str(complaint["msg"][0].lower() + complaint["msg"][1:])

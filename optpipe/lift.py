@@ -146,7 +146,7 @@ def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, j
     """(n,) slots: compute ops are numbered along their device, the others come before the compute op with their number.
 
     A transfer comes after the compute ops that have ended at its start, and after its forward even where the times
-    given overlap; a drop before the first that starts when its offload has ended.
+    overlap; a drop before the first that starts when its offload has ended.
     """
     slot = np.zeros(len(table), dtype=np.int64)
     compute = of_kinds(table, *COMPUTE)

@@ -88,15 +88,12 @@ class EffortOptions(Document):
     seed: int = Field(default=0, strict=True, ge=0, le=2**31 - 1, description="Seed of everything random.")
 
     @classmethod
-    def from_arguments(cls, what: str, given: Mapping[str, Any]) -> Self:
-        """The options given by name, the others by default.
-
-        Raises InputError for an unknown name and for a wrong value; the sentence begins with `what`.
-        """
-        if unknown := sorted(given.keys() - cls.model_fields.keys()):
+    def from_arguments(cls, what: str, arguments: Mapping[str, Any]) -> Self:
+        """These options, the others by default. Raises InputError about `what` for an unknown name or a wrong value."""
+        if unknown := sorted(arguments.keys() - cls.model_fields.keys()):
             hint = did_you_mean(unknown[0], cls.model_fields, "; ") or f"; expected {', '.join(cls.model_fields)}"
             raise InputError(f"{what}: {unknown[0]} is not an option{hint}")
-        return cls.from_dict(given, what)
+        return cls.from_dict(arguments, what)
 
 
 class SearchOptions(EffortOptions):
@@ -153,18 +150,17 @@ class SolveOptions(SearchOptions):
 
     @property
     def ends_when_proven(self) -> bool:
-        """Whether a proven schedule ends the search, rather than going on whatever is known."""
+        """Whether a proven schedule ends the search, rather than going on whatever there is."""
         return self.method not in solvers.installed().EXHAUSTIVE
 
     @property
     def starts_from_known(self) -> bool:
-        """Whether a search may begin with a schedule that is known: not if a heuristic or a published schedule was
-        asked for, which make their own."""
+        """Whether a search may begin with a schedule: heuristics and published schedules make their own."""
         return self.method in ("auto", *solvers.installed().ENGINES)
 
     @property
     def answered_by_optimum(self) -> bool:
-        """Whether a proven schedule of the stages as given, such as a cached one, is the answer."""
+        """Whether a proven schedule of the problem's own stages, such as a cached one, is the answer."""
         return self.method == "auto" and self.placements == "keep"
 
     def arguments(self) -> SolveArguments:

@@ -55,7 +55,7 @@ class Result:
     failure
         How the solver's process failed; also the last of the notes.
     placements
-        The stages that the search could choose, and for which its bound holds: `keep`, those given, or `all`.
+        The stages that the search could choose, and for which its bound holds: `keep`, the problem's own, or `all`.
     """
 
     status: Status
@@ -114,7 +114,7 @@ class Result:
         return "optimal" if self.status == "optimal" else "feasible"
 
     def to_dict(self) -> dict[str, Any]:
-        """The result's figures as JSON takes them; None for what is not known."""
+        """The result's figures as JSON takes them; None for what is missing."""
         schedule = self.schedule
         placement = schedule.placement if schedule else None
         certificate = schedule.compiled.certificate if schedule else None

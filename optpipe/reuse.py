@@ -1,4 +1,4 @@
-"""A schedule that was made for another problem becomes one of this problem (OptPipe, section 4.2).
+"""A schedule of another problem becomes one of this problem (OptPipe, section 4.2).
 
 `adapt` takes the shorter of two ways. `by_rules` follows and changes the rules of a list scheduler: they say nothing of
 single micro-batches and little of memory, so they hold for other problems where an order does not. `repair` keeps the
@@ -41,7 +41,7 @@ MOST_REPAIRED = 12_000  # ops of a schedule that is repaired: up to a second
 MOST_SIMULATED = 400_000  # ops: about 60 ms of compiled search, however many devices there are
 EACH = 20  # what it costs to change rules, in ops
 PER_DEVICE = 1 / 16  # by so much an op costs more for each device, all of which are looked at when one is over
-SAID = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)  # by rules
+EXPRESSED = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)  # by rules
 SHAPES: tuple[Shape, ...] = ("looped", "v")
 
 
@@ -81,19 +81,21 @@ class RulesSearch:
 
     Its stages lie alike on its devices, of which there may be more or fewer; with None the search begins with rules
     that share memory among stages. `ms` is the length of the shortest schedule found; `NO_SCHEDULE_MS` where rules lead
-    to none or do not say all: they know no pairs, no evictions and no updates on the host.
+    to none or do not express all: they have no pairs, no evictions and no updates on the host.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule | None, objective: Objective) -> None:
         programs = () if schedule is None else schedule.programs
-        said = all(of_kinds(each.table, *SAID).all() and not each.table[:, JOINED].any() for each in programs)
+        by_rules_only = all(
+            of_kinds(each.table, *EXPRESSED).all() and not each.table[:, JOINED].any() for each in programs
+        )
         self.ms = NO_SCHEDULE_MS
         self._method = METHOD if schedule is None else schedule.method
         self._best: Rules | None = None
         self._simulator, self._simulated = Simulator(problem), 0
         self._costs = round((self._simulator.ops + EACH) * (1 + PER_DEVICE * len(problem.devices)))  # of a try, in ops
         self._steps: Iterator[Step] = iter(())
-        if said and problem.costs.ms.any():
+        if by_rules_only and problem.costs.ms.any():
             self._steps = descents(self._simulator, objective, 0, rules_of_schedule(self._simulator, schedule))
 
     def go_on(self, most: int, until: float = inf) -> Schedule | None:

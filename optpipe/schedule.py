@@ -46,12 +46,11 @@ class Schedule:
     links
         By name of a link that several devices share: all transfers on it, in order.
     method
-        What made it.
+        What it comes from.
     placement
         How `problem` came from the problem that was asked about, where its stages are others.
     rules
-        Of a list scheduler, by which it was made, or one before it in the same search. A search among rules begins with
-        them.
+        Of a list scheduler, from which it or one before it in the same search follows; a search may begin with them.
     """
 
     problem: Problem
@@ -187,7 +186,7 @@ class TimedOp(Record):
 
 class ScheduleFile(Document):
     """The document. Only `problem`, `devices` and `links` decide; the times are derived again by `simulate` before
-    anyone uses them. `status` and `lower_bound_ms` are what its writer says, and prove nothing to others.
+    anyone uses them. `status` and `lower_bound_ms` are claims of its writer, and prove nothing to others.
 
     Where `placement` is there, `problem` is the problem that was asked about with this placement.
     """

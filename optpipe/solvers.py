@@ -15,7 +15,7 @@ GROUP = "optpipe.solvers"  # of entry points; the value of each is a module like
 
 
 class Solver(Protocol):
-    """What a solver's module says of it. It loads nothing heavy.
+    """What the core asks of a solver's module, which loads nothing heavy.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Solver(Protocol):
     ENGINES
         The methods that search.
     EXHAUSTIVE
-        Those of them that search on after a known schedule is proven.
+        Those of them that search on after a schedule is proven.
     OWN
         The methods that nobody has without OptPipe.
     """

@@ -1,4 +1,4 @@
-"""`Cache`: solved schedules, one per problem and objective; which one is kept. `lookup` says which one is found."""
+"""`Cache`: solved schedules, one per problem and objective; which one is kept. `lookup` finds one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optpipe_cache.features import features, structure
 from optpipe_cache.lookup import Entry, Hit, Lookup, read_entry
 from optpipe_cache.storage import FileStorage, Retention, Source, Storage, StoredRow, release_pack
 
-KEPT = Retention(keep=100_000)  # in a cache, if nothing else is said
+KEPT = Retention(keep=100_000)  # in a cache, by default
 
 
 def default_path() -> Path:
@@ -111,7 +111,7 @@ class Cache:
             stored = self.storage.entry(problem.sha256, entry.objective)
             stored_entry = read_entry(stored)
             if stored_entry and (kept := stored_entry.valid_schedule(problem)):
-                kept_ms = length_ms(kept, entry.objective)  # whatever its text says
+                kept_ms = length_ms(kept, entry.objective)  # whatever its text claims
                 if not entry.beats(kept_ms, stored_entry.lower_bound_ms):
                     return False
             if self.storage.swap(row, stored):
@@ -120,7 +120,7 @@ class Cache:
                 return True
 
     def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
-        """Return the best known schedule, verified on this problem; None if there is none.
+        """Return the best schedule, verified on this problem; None if there is none.
 
         It is the schedule of this very problem, else one adapted from that of the most similar one in reach of the
         same structure for which that is possible. Those after the nearest two must be valid as they are. Where there

@@ -49,11 +49,11 @@ class Entry(Record):
         return sum(len(text.split()) for text in self.programs.programs)
 
     def schedule(self, problem: Problem | None = None) -> Schedule:
-        """Return its schedule, for `problem` if one is given. Raises `InputError` if an op cannot be read."""
+        """Return its schedule, for `problem` if there is one. Raises `InputError` if an op cannot be read."""
         return self.programs.schedule(problem or self.problem, self.method)
 
     def beats(self, length: float, bound: float | None) -> bool:
-        """Return whether it is shorter than a schedule of this length, or as short with a better bound, in ms."""
+        """Return whether it is shorter than this length (ms), or as short with a better bound."""
         return (self.objective_ms, -(self.lower_bound_ms or 0.0)) < (length, -(bound or 0.0))
 
     def valid_schedule(self, problem: Problem) -> Schedule | None:
@@ -114,7 +114,7 @@ class Lookup:
         self._storage, self._pack = storage, pack
 
     def best(self, problem: Problem, objective: Objective) -> Hit | None:
-        """Return the best known schedule, as `Cache.lookup` does."""
+        """Return the best schedule, as `Cache.lookup` does."""
         entry = self._entry(self._storage, problem.sha256, objective)
         if entry and (schedule := entry.valid_schedule(problem)):
             share = gap(length_ms(schedule, objective), entry.lower_bound_ms)

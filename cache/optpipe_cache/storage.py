@@ -1,7 +1,7 @@
 """Where a cache finds and keeps its schedules.
 
 `Storage` is the interface that a cache needs; `FileStorage` is a SQLite file. The service has another one, rows of its
-database. `Retention` says what is kept, there and among a service's jobs that are over. A `Pack` is only read.
+database. `Retention` limits what is kept, there and among a service's jobs that are over. A `Pack` is only read.
 """
 
 from __future__ import annotations

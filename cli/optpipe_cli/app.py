@@ -10,7 +10,7 @@ from cyclopts import UNSET, App, ArgumentCollection, Group, Parameter
 from optpipe import __version__
 from optpipe.errors import InputError
 
-# By heading: the name of a command, its function, and what its help says. Those of a group are by the group's name.
+# By heading: the name of a command, its function, and its help. Those of a group are by the group's name.
 COMMANDS = {
     "Start here": {
         "try": ("compare:try_", "Show published schedules of an example, what OptPipe gains over them, and a page."),
@@ -67,7 +67,7 @@ def option_name(field: str) -> str:
 
 
 def new_app(name: str, help: str | None = None, **others: Any) -> App:
-    """A program whose errors are raised, and whose help shows no default that says nothing."""
+    """A program whose errors are raised, and whose help shows no empty default."""
     return App(
         name=name,
         help=help,

@@ -30,7 +30,7 @@ from optpipe_cli.output import echo, print_json, print_table, sizes_text, waitin
 from optpipe_solver.systems import SYSTEMS, in_best_order
 
 TIGHT = Path(__file__).parent / "tight-4x8.json"
-SEARCH_S = 4.0  # of each of the two searches of the example: on the stages as given, and on any
+SEARCH_S = 4.0  # of each of the two searches of the example: on the problem's own stages, and on any
 MOST_FORWARDS = 2048  # stages times micro-batches; with more it takes longer than a second to make them all
 
 
@@ -172,7 +172,7 @@ def gain_lines(before: Schedule, after: Schedule) -> Iterator[str]:
 
 
 def best_published(problem: Problem) -> Schedule | None:
-    """The shortest schedule of the other papers that fits on the stages as given, for a problem that is not large."""
+    """The shortest schedule of the other papers that fits a problem, which is not large, on its own stages."""
     schedules: list[Schedule] = []
     if len(problem.stages) * problem.microbatches <= MOST_FORWARDS:
         for method in SYSTEMS:

@@ -105,7 +105,7 @@ def left_out(shape: Transformer) -> Iterator[str]:
 
 
 def assumed(estimate: Estimate) -> str:
-    """The parameters that times are made of."""
+    """The parameters that times follow from."""
     gpu, peak = estimate.gpu, estimate.clock.peak(estimate.run.precision)
     return (
         f"{'assumed' if gpu.covariance is None else 'learned'}: matmuls reach {gpu.matmul_fraction:.0%} of "

@@ -67,7 +67,7 @@ def require_writable(_: Any, path: Path | None) -> None:
 
 
 def require_folder(_: Any, folder: Path | None) -> None:
-    """Make the folder if there is none, before a long search. Raise `InputError` if it cannot be made."""
+    """Create the folder if there is none, before a long search. Raise `InputError` if that fails."""
     if folder is None:
         return
     try:

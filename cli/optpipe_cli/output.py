@@ -63,7 +63,7 @@ def ctrl_c_calls(cancel: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def shown_while(view: Callable[[], RenderableType], on: bool) -> Iterator[None]:
-    """Keep a view on stderr while the block runs, made anew several times a second from another thread."""
+    """Keep a view on stderr while the block runs, drawn several times a second from another thread."""
     if not on:
         yield
         return
@@ -85,7 +85,7 @@ def waiting(text: str, quiet: bool = False) -> Iterator[Callable[[str], None]]:
 
 
 def echo(line: object = "", err: bool = False) -> None:
-    """Print one line; what a terminal would obey or break in it is made visible."""
+    """Print one line; what a terminal would obey or break in it becomes visible."""
     print(printable(line), file=sys.stderr if err else sys.stdout, flush=True)
 
 

@@ -85,14 +85,14 @@ def _print_verdict(schedule: Schedule, wrong: list[str], json: bool) -> None:
         raise SystemExit(1)
 
 
-def _difference(given: Any, in_file: Any, place: str = "") -> str | None:
+def _difference(posed: Any, in_file: Any, place: str = "") -> str | None:
     """The first place in which two JSON values differ, with both values."""
-    if isinstance(given, dict) and isinstance(in_file, dict):
-        steps = [(f"{place}.{name}".lstrip("."), given.get(name), in_file.get(name)) for name in {**given, **in_file}]
-    elif isinstance(given, list) and isinstance(in_file, list):
-        steps = [(f"{place}[{i}]", *pair) for i, pair in enumerate(zip_longest(given, in_file))]
+    if isinstance(posed, dict) and isinstance(in_file, dict):
+        steps = [(f"{place}.{name}".lstrip("."), posed.get(name), in_file.get(name)) for name in {**posed, **in_file}]
+    elif isinstance(posed, list) and isinstance(in_file, list):
+        steps = [(f"{place}[{i}]", *pair) for i, pair in enumerate(zip_longest(posed, in_file))]
     else:
-        return None if given == in_file else f"{place} = {given}, in the file {in_file}"
+        return None if posed == in_file else f"{place} = {posed}, in the file {in_file}"
     return next(filter(None, (_difference(one, other, deeper) for deeper, one, other in steps)), None)
 
 
@@ -100,9 +100,9 @@ def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
     """Complaints about wrong times in the file, a bound above its makespan, and `optimal` without a proof."""
     claims = [("makespan_ms", file.makespan_ms, schedule.makespan_ms), ("span_ms", file.span_ms, schedule.span_ms)]
     wrong = [
-        f"{name} = {said:.9g}: the programs take {true:.9g}"
-        for name, said, true in claims
-        if said is not None and abs(said - true) > 1e-6 * (1 + true)
+        f"{name} = {claim:.9g}: the programs take {true:.9g}"
+        for name, claim, true in claims
+        if claim is not None and abs(claim - true) > 1e-6 * (1 + true)
     ]
     if file.lower_bound_ms is not None and not reaches(file.lower_bound_ms, schedule.makespan_ms):
         wrong.append(f"lower_bound_ms = {file.lower_bound_ms:.9g}: above the makespan {schedule.makespan_ms:.9g}")

@@ -24,7 +24,7 @@ HEIGHT = 2400
 
 
 def picture(diagnosis: Diagnosis) -> Picture:
-    """The page. Raises InputError if plotly is not installed."""
+    """The page."""
     return page(document(diagnosis), HEIGHT)
 
 

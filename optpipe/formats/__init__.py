@@ -62,7 +62,7 @@ class Export:
 
 
 def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) -> str:
-    """A schedule in the form that another program reads. If that does not fit the memory, the log says so.
+    """A schedule in the form that another program reads. If that does not fit the memory, that is logged.
 
     Parameters
     ----------
@@ -70,12 +70,12 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
         `torch-csv`: rows of compute actions for PyTorch's pipelining. `torch-comms`: rows with all messages, which it
         runs as they are, up to torch 2.13. `torch-comms-waits`: the same for torch 2.15, which wants waits among them.
         `megatron`: arguments of Megatron-LM, where its own order is the schedule's. `primus`: the table of nodes of AMD
-        Primus' pipeline launcher. `json`: the schedule file, the only form that says everything.
+        Primus' pipeline launcher. `json`: the schedule file, the only form that has everything.
     without_offload
         Leave out O, D and R. The schedule then needs the memory that `certify` says of `leave_out_offload(schedule)`.
 
-    Raises InputError if there is no such form, or it cannot say an op or the order of the schedule; ScheduleError if
-    the schedule cannot run.
+    Raises InputError if there is no such form, or it cannot express an op or the order; ScheduleError if the schedule
+    cannot run.
     """
     exported = export(schedule, to, without_offload)
     for misfit in exported.misfits:
@@ -108,7 +108,7 @@ def import_schedule(path: str | Path, problem: Problem) -> Schedule:
 
     A file named `.csv` has PyTorch's actions, with messages or without; any other has op texts, one line a device or
     JSON. Line d + 1 is the program of device d. Raises InputError for what cannot be read, or is not of this problem;
-    `check` says what else is wrong.
+    `check` lists what else is wrong.
     """
     return schedule_from(read_text(path), problem, str(path))
 

@@ -44,9 +44,9 @@ def write(schedule: Schedule) -> str:
     if difference := _difference(schedule, group):
         d, item, expected = difference
         name = "1F1B" if chunks == 1 else f"interleaved 1F1B in groups of {group}"
-        said = hint(item) if isinstance(item, Op) else ""
+        advice = hint(item) if isinstance(item, Op) else ""
         raise InputError(
-            f"device {d} has {item or 'no more ops'} where Megatron's {name} has {expected or 'none'}{said}; {OURS}"
+            f"device {d} has {item or 'no more ops'} where Megatron's {name} has {expected or 'none'}{advice}; {OURS}"
         )
     if problem.layers is not None:
         arguments.append(f"--pipeline-model-parallel-layout {layout(problem)}")

@@ -1,4 +1,4 @@
-"""What the forms of other stacks have in common: routes that they can say, and one order of all ops."""
+"""What the forms of other stacks have in common: routes that they can express, and one order of all ops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def numbered_as_computed(schedule: Schedule, stage: int, reader: str) -> Schedul
     """The schedule with its micro-batches numbered in the order of a stage's forwards.
 
     Equal micro-batches change names, and the schedule stays the same. Raises InputError if others would have to;
-    `reader` says who takes the j-th one for number j, and as what.
+    `reader` names who takes the j-th one for number j, and as what.
     """
     order, alike = forwards_of(schedule, stage), schedule.problem.costs.class_of
     differs = np.flatnonzero(alike[order] != alike)
@@ -59,7 +59,7 @@ def numbered_as_computed(schedule: Schedule, stage: int, reader: str) -> Schedul
 
 
 def hint(op: Op) -> str:
-    """What a sentence about an op that a form cannot say ends with."""
+    """What a sentence about an op that a form cannot express ends with."""
     return "; --without-offload (in Python without_offload=True) leaves offloads out" if op.kind in OFFLOAD else ""
 
 

@@ -48,7 +48,7 @@ def write(schedule: Schedule, messages: bool, waits: bool = False) -> str:
     waits
         With messages, also write where a rank waits for what it has sent, and for its reductions.
 
-    Returns one line a device. Raises InputError if the rows cannot say what the schedule does, and names the op;
+    Returns one line a device. Raises InputError if the rows cannot express what the schedule does, and names the op;
     ScheduleError if the schedule cannot run. Whether it fits the memory does not matter.
     """
     return "".join(",".join(row) + "\n" for row in rows(schedule, messages, waits))

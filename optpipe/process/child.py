@@ -56,7 +56,7 @@ class Child:
 
     def _send(self, request: SearchOptions) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it died or was stopped before it had read; `frames` tells
+        with contextlib.suppress(OSError, ValueError):  # it died or was stopped before it had read; `frames` reports it
             self._process.stdin.write(request.model_dump_json(exclude_none=True).encode() + b"\n")
             self._process.stdin.flush()
 

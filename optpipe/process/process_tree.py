@@ -1,11 +1,11 @@
-"""Process trees: what a child started, and all that this started in turn, known by a mark in their environment.
+"""Process trees: what a child started, and all that this started in turn, found by a mark in their environment.
 
-A mark is inherited whatever becomes of parents, groups and sessions, so a tree is known to its last process. On Linux,
+A mark is inherited whatever becomes of parents, groups and sessions, so it finds a tree to its last process. On Linux,
 by `/proc`.
 
-`python -m optpipe.process.process_tree MARK` is started by a process that wants all its children to end with it
-(`KillOnExit`). It kills every process with the mark as soon as its standard input closes without a word, which happens
-when that process dies, however it dies. Stopped processes cannot be ended in any other way.
+Whoever wants all its children to end with it (`KillOnExit`) starts `python -m optpipe.process.process_tree MARK`, which
+kills every process with the mark, stopped ones too, as soon as its standard input closes without a word: when the process
+dies, however it dies.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Programs(Record):
     """A schedule on the wire: each device's program, and each shared link's order, as one text of ops between spaces.
 
     With a `placement` it is a schedule for that placement of the problem. Who receives it places the problem that was
-    asked about, so that a solver cannot pass off an easier one. `method` is what made it, and `rules` are those of
+    asked about, so that a solver cannot pass off an easier one. `method` is what found it, and `rules` are those of
     `Schedule`.
     """
 
@@ -54,7 +54,7 @@ class Programs(Record):
         )
 
     def schedule(self, problem: Problem, method: str = "") -> Schedule:
-        """The schedule for this problem, not checked yet; by another method if one is given.
+        """The schedule for this problem, not checked yet; by another `method` if there is one.
 
         Raises InputError if an op cannot be read or the placement does not suit the problem.
         """
@@ -123,7 +123,7 @@ class Note(Record):
     ongoing: bool = False
 
     def stopped(self, seconds: float) -> Note:
-        """The report on a search that was stopped before it could say how it ended."""
+        """The report on a search that was stopped before it could report its end."""
         return self.model_copy(update={"text": f"{self.text}; stopped after {seconds:.1f} s", "ongoing": False})
 
 

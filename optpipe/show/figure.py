@@ -96,7 +96,7 @@ def side_by_side(
     changed
         By schedule, what distinguishes its ops from those of another one (`changes`); by default nothing is marked.
     memory
-        Whether their memory is known. What is not known is not drawn.
+        Whether there is something to draw of their memory.
     lower_bound_ms
         As of `figure`, of the last one.
     """

@@ -13,11 +13,10 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from html import escape
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from optpipe.errors import InputError
 from optpipe.files import write_file
 from optpipe.show.figure import figure
 from optpipe.show.lanes import Scheduled
@@ -59,14 +58,14 @@ def plot(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: f
     lower_bound_ms
         What no schedule of the problem can be shorter than, in ms, such as `Result.lower_bound_ms`.
 
-    Raises InputError if plotly is not installed, and as the schedule's timeline does.
+    Raises as the schedule's timeline does.
     """
     height = FRAME_HEIGHT + (FURTHER_HEIGHT if before else 0)
     return page(figure(schedule, before, lower_bound_ms), height, schedule.method)
 
 
 def page(document: dict[str, Any], height: int = FRAME_HEIGHT, method: str = "") -> Picture:
-    """The page of a document that `web/` draws. Raises InputError if plotly is not installed."""
+    """The page of a document that `web/` draws."""
     parts = ((WEB / f"{name}.js").read_text(encoding="utf-8") for name in MODULES)
     # One module: without the imports, of which all are among themselves, and without `export`.
     code = "\n".join(re.sub(r"^export ", "", IMPORT.sub("", part), flags=re.MULTILINE) for part in parts)
@@ -94,8 +93,5 @@ def standalone(title: str, document: dict[str, Any], code: str, height: int) -> 
 
 @cache
 def plotly() -> str:
-    """Plotly's code. Raises InputError if it is not installed."""
-    plotly = find_spec("plotly")
-    if plotly is None or not plotly.submodule_search_locations:
-        raise InputError("plotly is not installed: pip install plotly")
-    return (Path(plotly.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    """Plotly's code."""
+    return files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")

@@ -10,17 +10,15 @@ from optpipe.show.lanes import Scheduled, blocks, memory_over_time
 
 
 def trace(schedule: Scheduled) -> str:
-    """The nominal timeline as JSON text, in microseconds, as the format counts.
-
-    Each device is a process with a thread for compute, one for transfers, and a counter for memory.
-    """
+    """The nominal timeline as JSON text. Each device is a process with a thread for compute, one for transfers, and a
+    counter for memory."""
     events: list[dict[str, Any]] = []
     for pid in range(len(schedule.problem.devices)):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"device {pid}"}})
         for thread, lane in enumerate(("compute", "transfers")):
             events.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": lane}})
         events += [
-            {"ph": "C", "pid": pid, "name": "activation bytes", "ts": moment * 1000, "args": {"bytes": nbytes}}
+            {"ph": "C", "pid": pid, "name": "activation bytes", "ts": moment * 1000, "args": {"bytes": nbytes}}  # in µs
             for moment, nbytes in memory_over_time(schedule, pid)
         ]
     events += [
