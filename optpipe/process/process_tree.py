@@ -3,9 +3,9 @@
 A mark is inherited whatever becomes of parents, groups and sessions, so it finds a tree to its last process. On Linux,
 by `/proc`.
 
-Whoever wants all its children to end with it (`KillOnExit`) starts `python -m optpipe.process.process_tree MARK`, which
-kills every process with the mark, stopped ones too, as soon as its standard input closes without a word: when the process
-dies, however it dies.
+Whoever wants all its children to end with it (`KillOnExit`) starts `python -m optpipe.process.process_tree MARK`. That
+kills every process with the mark, stopped ones too, as soon as its standard input closes without a word: when who
+started it dies, however that happens.
 """
 
 from __future__ import annotations
