@@ -32,7 +32,7 @@ from optpipe.evaluate.objective import raises, reaches, shorter  # noqa: E402
 from optpipe.model.problem import Problem  # noqa: E402
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Request  # noqa: E402
 from optpipe_solver import tuning  # noqa: E402
-from optpipe_solver.portfolio import Portfolio, engine_processes, engine_runs, heuristic_runs  # noqa: E402
+from optpipe_solver.portfolio import Portfolio, engine_runs, heuristic_runs  # noqa: E402
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "ablation.jsonl"
@@ -219,10 +219,10 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:  # as `engine_processes` starts it: an engine whose clock runs slower, too
+    if len(sys.argv) == 1:  # as `engine_runs` starts it: an engine whose clock runs slower, too
         from optpipe_solver.engines import main as engine
 
         engine()
     else:
-        engine_processes.ENGINE = "benchmarks.ablation"
+        engine_runs.ENGINE = "benchmarks.ablation"
         main()

@@ -21,9 +21,8 @@ from optpipe_cli.options import Flag, FolderOutput, Json, NoCache, Options
 from optpipe_cli.output import ctrl_c_calls, echo, print_json, shown_while
 from optpipe_cli.plan_report import figures, lines, progress, write
 from optpipe_cli.solve import usable_cache
-from optpipe_solver.planner.candidates import Question
+from optpipe_solver.planner.candidates import Question, Today
 from optpipe_solver.planner.search import Plan, PlanSearch
-from optpipe_solver.planner.today import Today
 
 RUN = RunOptions()
 OFFLOAD, STACK = (Question.model_fields[name].default for name in ("offload", "stack"))

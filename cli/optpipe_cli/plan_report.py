@@ -15,11 +15,10 @@ from optpipe.show.pareto import Point, chart
 from optpipe.transformer.calibrate import UNEXPLAINED
 from optpipe.transformer.estimate import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
-from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.doubt import difference
+from optpipe_solver.planner.candidate import Candidate, difference
+from optpipe_solver.planner.candidates import Running
 from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.settings import megatron, nemo, torchtitan
-from optpipe_solver.planner.today import Running
 
 GB, S = 1e9, 1000.0
 OTHERS = 5  # divisions beside the best one

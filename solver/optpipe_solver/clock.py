@@ -22,10 +22,8 @@ class Clock:
 
     Parameters
     ----------
-    seconds
-        How long it lasts.
     counts
-        Whether these are seconds of counted work. Whoever works reports it by `count` or `spend`.
+        Whether its seconds are of counted work. Whoever works reports it by `count` or `spend`.
     wall_s
         Seconds of wall time after which it is over, whatever is counted. Default: `seconds`, or
         `tuning.COUNTED_TIMEOUT` times as long where work is counted.
@@ -55,7 +53,7 @@ class Clock:
 
     @property
     def wall_left_s(self) -> float:
-        """Seconds of wall time until it is over in any case."""
+        """Seconds of wall time left."""
         return max(0.0, self.until - time.monotonic())
 
     @property
@@ -86,16 +84,13 @@ class Clock:
         """Report work by the seconds that it counts for."""
         self._spent_s += seconds
 
-    def within(self, seconds: float) -> Clock:
-        """A clock for a part of this time, of at most so many seconds.
+    def share(self, share: float) -> Clock:
+        """A clock for a share of this clock's seconds.
 
         Where work is counted, it has this clock's wall time. What is reported to it is not reported to this one.
         """
+        seconds = share * self.seconds
         return Clock(seconds, self.counts, inf if self.counts else seconds, whole=self)
-
-    def share(self, share: float) -> Clock:
-        """A clock for a share of this clock's seconds (`within`)."""
-        return self.within(share * self.seconds)
 
     def last(self, seconds: float) -> None:
         """Let its wall time be so many seconds at least, since it began."""

@@ -6,7 +6,7 @@ problem, a note that says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from optpipe.errors import InputError, OptPipeError
@@ -38,40 +38,26 @@ def main() -> None:
 
 def answer(request: CompareRequest, emit: Callable[[Frame], None]) -> None:
     """Emit the frames of one answer."""
+    bounds_ms: dict[str, float] = {}  # of the placed problems so far
     try:
-        names = named(request.methods)
+        for name in request.methods or ():
+            is_system(name)
     except InputError as error:
         emit(Refused(reason=str(error)))
         return
-    bounds_ms: dict[str, float] = {}
-    for name in names:
-        for frame in frames_of(name, request, bounds_ms):
-            emit(frame)
+    for name in request.methods or EVERY:
+        try:
+            schedule = _schedule(name, request)
+        except Exception as error:  # one method's fault does not end the comparison
+            fault = "" if isinstance(error, OptPipeError) else f"{type(error).__name__}: "
+            emit(Note(method=name, text=f"{fault}{error}"))
+            continue
+        placed = schedule.problem
+        if placed.sha256 not in bounds_ms:
+            bounds_ms[placed.sha256] = lower_bound(placed, request.objective)
+        emit(Bound(method=name, lower_bound_ms=bounds_ms[placed.sha256]))
+        emit(Incumbent(method=name, schedule=Programs.from_schedule(schedule)))
     emit(End())
-
-
-def named(methods: Sequence[str] | None) -> Sequence[str]:
-    """Return the methods to compare. Raises InputError for a name that is no method's."""
-    for name in methods or ():
-        is_system(name)
-    return methods or EVERY
-
-
-def frames_of(name: str, request: CompareRequest, bounds_ms: dict[str, float]) -> list[Frame]:
-    """Return the frames about one method. `bounds_ms` keeps the bounds of the placed problems seen so far."""
-    try:
-        schedule = _schedule(name, request)
-    except OptPipeError as error:
-        return [Note(method=name, text=str(error))]
-    except Exception as error:  # one method's fault does not end the comparison
-        return [Note(method=name, text=f"{type(error).__name__}: {error}")]
-    placed = schedule.problem
-    if placed.sha256 not in bounds_ms:
-        bounds_ms[placed.sha256] = lower_bound(placed, request.objective)
-    return [
-        Bound(method=name, lower_bound_ms=bounds_ms[placed.sha256]),
-        Incumbent(method=name, schedule=Programs.from_schedule(schedule)),
-    ]
 
 
 def _schedule(name: str, request: CompareRequest) -> Schedule:

@@ -37,17 +37,17 @@ class Engine(Protocol):
         """
 
 
-def load(name: str) -> Engine:
-    """Import an engine, one of `methods.ENGINES`."""
-    engine: Engine = import_module(f"optpipe_solver.{name}")
-    return engine
-
-
 LOOPS: dict[str, Sequence[str]] = {  # of engines that compile
     "dispatch": descents.LOOPS,
     "relax": ("optpipe_solver.relax.one_stage_search:expand", "optpipe_solver.relax.several_stages:expand"),
 }
 COMPILING = "some engines are compiled first, once on a machine, and start some seconds later"
+
+
+def load(name: str) -> Engine:
+    """Import an engine, one of `methods.ENGINES`."""
+    engine: Engine = import_module(f"optpipe_solver.{name}")
+    return engine
 
 
 def waits_for_compiler(name: str) -> bool:

@@ -1,8 +1,4 @@
-"""First schedules, for a process that answers one request after the other and has paid for its imports before.
-
-An answer is the beginning of the real search: the bounds, the warm start and the first schedules of the heuristics. It
-ends with `End`, or with `Refused` if the method is unknown or does not apply.
-"""
+"""First schedules, for a process that answers one request after the other and has paid for its imports before."""
 
 from __future__ import annotations
 
@@ -21,17 +17,20 @@ from optpipe_solver.portfolio.portfolio import Portfolio
 def warm_up() -> None:
     """Load and compile what answers need, so that nobody waits for it."""
     compile_at_once()
-    small = _small()
+    times = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms")
+    stage = {**dict.fromkeys(times, 1.0), "activation_bytes": 2, "saved_for_weight_bytes": 1, "offload_bytes": 2}
+    stages, devices = [{"device": d, **stage} for d in range(2)], [{"activation_budget_bytes": 4}] * 2
+    small = Problem.from_dict({"microbatches": 4, "devices": devices, "stages": stages})
     answer(Request(problem=small), lambda _: None)
     by_rules(small, None, "makespan")  # an answer that is optimal leaves them out
 
 
 def answer(request: Request, emit: Emit) -> None:
-    """Emit the frames of one answer.
+    """Emit the beginning of the real search: the bounds, the warm start and the first schedules of the heuristics.
 
-    The first schedules of list scheduling are enough, with what a compiled list scheduler finds by simple rules in a
-    moment. Where the former would take too long, `naive` comes at once, and published systems are tried for the
-    request's time limit.
+    It ends with `End`, or with `Refused` if the method is unknown or does not apply. The first schedules of list
+    scheduling are enough, with what a compiled list scheduler finds by simple rules in a moment. Where the former would
+    take too long, `naive` comes at once, and published systems are tried for the request's time limit.
     """
     ops = 3 * len(request.problem.stages) * request.problem.microbatches
     large = ops / tuning.OPS_PER_S > tuning.FIRST_LIST_S
@@ -71,10 +70,3 @@ def _search(request: Request, emit: Emit) -> Portfolio:
     if start is not None and start.placement is not None:
         request = request.model_copy(update={"warm_start": None})
     return Portfolio(request, lambda frame: None if isinstance(frame, Bound | Infeasible) else emit(frame))
-
-
-def _small() -> Problem:
-    times = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms")
-    stage = {**dict.fromkeys(times, 1.0), "activation_bytes": 2, "saved_for_weight_bytes": 1, "offload_bytes": 2}
-    stages = [{"device": d, **stage} for d in range(2)]
-    return Problem.from_dict({"microbatches": 4, "devices": [{"activation_budget_bytes": 4}] * 2, "stages": stages})

@@ -20,7 +20,7 @@ Predicate = Callable[[Schedule], bool]
 
 
 class _Kept(NamedTuple):
-    """The best schedule of a kind, and its length."""
+    """The best schedule of a kind."""
 
     schedule: Schedule | None = None
     ms: float = NO_SCHEDULE_MS

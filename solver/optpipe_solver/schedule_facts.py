@@ -1,5 +1,5 @@
-"""What engines need to know of a schedule beyond its times: what must follow each op, when transfers allocate, and the
-same schedule with B and W for each BW."""
+"""What engines need of a schedule beyond its times: what must follow each op, when transfers allocate, and the same
+schedule with B and W for each BW."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def needs_fused(problem: Problem) -> Flags:
     """(S,) the stages whose BW needs less memory than B and W for some micro-batch: only there it can do what they
     cannot."""
     effects = Effects(problem)
-
     held = (effects.takes - effects.frees)[Kind.F]
 
     def most(stage: int, j: int, *kinds: Kind) -> int:
         holdings = effects.holdings(stage, j, Kind.F, *kinds)
         return max([int(held[stage, j]), *(each.bytes for each in holdings if each.kind != Kind.F)])
 
-    def saves(stage: int, j: int) -> bool:
-        return most(stage, j, Kind.B, Kind.W) > most(stage, j, Kind.BW)
-
-    examples = problem.costs.representatives.tolist()
-    return np.array([any(saves(s, j) for j in examples) for s in range(len(problem.stages))])
+    return np.array(
+        [
+            any(most(s, j, Kind.B, Kind.W) > most(s, j, Kind.BW) for j in problem.costs.representatives.tolist())
+            for s in range(len(problem.stages))
+        ]
+    )
 
 
 def deliveries(schedule: Schedule, objective: Objective) -> Floats:

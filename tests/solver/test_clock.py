@@ -30,8 +30,8 @@ def test_by_the_wall_work_is_not_counted(passes):
     whole.spend(9.0)
     assert (whole.left_s, whole.spent_s, whole.over) == (10.0, None, False)
     passes(4.0)
-    part = whole.within(5.0)
-    assert (whole.left_s, whole.passed_s, part.left_s, whole.within(7.0).left_s) == (6.0, 4.0, 5.0, 6.0)
+    part = whole.share(0.5)
+    assert (whole.left_s, whole.passed_s, part.left_s, whole.share(0.7).left_s) == (6.0, 4.0, 5.0, 6.0)
     passes(5.0)
     assert (part.over, whole.over, part.left_s) == (True, False, 0.0)
     assert whole.moment(0.5) - 109.0 == 0.5

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.frames import schedules
 from support.oracles.plain_list_scheduler import PlainListScheduler
 from support.problems import pipeline as chain_of
 from support.problems import stage
@@ -26,8 +27,8 @@ from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules, RulesRecord
-from optpipe.process.protocol import Frame, Incumbent, Programs, Request
-from optpipe.schedule import certify, check
+from optpipe.process.protocol import Frame, Programs, Request
+from optpipe.schedule import Schedule, certify, check
 from optpipe_solver import dispatch, systems
 
 
@@ -126,12 +127,12 @@ def test_rules_that_are_no_rules_of_the_problem_are_moved_to_some_that_are(
     each = np.full((stages, other.microbatches), value)
     waits, leads, order = np.full((2, stages), 1e12), np.full(stages, 1e12), np.arange(other.microbatches)
     rules = Rules(np.full(stages, value), waits, each, abs(each), leads, order)
-    if found := moved_rules(simulator, rules, other):
-        assert (found.in_flight >= 1).all()
-        assert ((found.level >= -1) & (found.level < simulator.choices.levels[:, None])).all()
-        most = simulator.choices.parts[1 + found.level, np.arange(simulator.stages)[:, None]]
-        assert ((found.parts >= 0) & (found.parts <= most)).all()
-        schedule = simulator.schedule(found, "dispatch")
+    if moved := moved_rules(simulator, rules, other):
+        assert (moved.in_flight >= 1).all()
+        assert ((moved.level >= -1) & (moved.level < simulator.choices.levels[:, None])).all()
+        most = simulator.choices.parts[1 + moved.level, np.arange(simulator.stages)[:, None]]
+        assert ((moved.parts >= 0) & (moved.parts <= most)).all()
+        schedule = simulator.schedule(moved, "dispatch")
         assert schedule is None or check(problem, schedule) == []
     assert moved_rules(simulator, rules._replace(level=each[:, 1:], parts=each[:, 1:]), other) is None
 
@@ -154,12 +155,12 @@ def test_a_deep_pipeline_of_many_microbatches_is_searched() -> None:
     assert sum(step.tried for step in islice(descents(simulator, "makespan", 0), 80)) == 80  # one at a time
 
 
-def incumbents(problem: Problem, seconds: float, **asked: object) -> list[Incumbent]:
+def found(problem: Problem, seconds: float, **asked: object) -> list[Schedule]:
     """What the engine emits within so many counted seconds."""
     frames: list[Frame] = []
     request = Request(problem=problem, method="dispatch", time_limit_s=seconds, threads=1, **asked)
     dispatch.run(request, frames.append)
-    return [frame for frame in frames if isinstance(frame, Incumbent)]
+    return schedules(frames, problem)
 
 
 def test_it_is_ahead_of_the_v_schedules_that_fit():
@@ -170,8 +171,7 @@ def test_it_is_ahead_of_the_v_schedules_that_fit():
         if certify(problem, schedule := systems.generate(name, problem)).fits
     )
     assert shortest > 1600
-    *_, last = incumbents(problem, 1.0)
-    schedule = last.schedule.schedule(problem, last.method)
+    *_, schedule = found(problem, 1.0)
     assert check(problem, schedule) == []
     assert schedule.makespan_ms <= 1540
 
@@ -180,15 +180,14 @@ def test_it_is_ahead_of_the_v_schedules_that_fit():
 def test_what_leaves_or_is_recomputed_is_searched(name: str, most_ms: float) -> None:
     """342 and 1005 ms are the shortest that it finds where all activations stay."""
     problem = Problem.load(Path(__file__).parents[2] / f"examples/problems/{name}.json")
-    *_, last = incumbents(problem, 0.2)
-    assert last.schedule.schedule(problem, last.method).makespan_ms <= most_ms
+    *_, last = found(problem, 0.2)
+    assert last.makespan_ms <= most_ms
 
 
 def test_the_same_seed_finds_the_same():
     problem = pipeline(4, 8, memory=5 * 30)
-    first, second = (incumbents(problem, 0.05, seed=3) for _ in range(2))
-    assert [frame.schedule for frame in first] == [frame.schedule for frame in second]
-    assert first
+    first, second = (found(problem, 0.05, seed=3) for _ in range(2))
+    assert first == second != []
 
 
 def test_it_gives_up_where_the_schedule_given_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import problems
+from support.frames import schedules
 
 from optpipe import Problem, SolverError, check
 from optpipe.process.child import Child
@@ -70,9 +71,8 @@ def test_the_engine_solves_and_ends() -> None:
     problem = pipeline(2, 3)
     *frames, last = Child("optpipe_solver.engines", Request(problem=problem, method="milp", time_limit_s=30)).frames()
     assert last == End()
-    schedules = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
-    assert schedules
-    assert [check(problem, schedule) for schedule in schedules] == [[]] * len(schedules)
+    found = schedules(frames, problem)
+    assert [check(problem, schedule) for schedule in found] == [[]] * len(found) != []
 
 
 def test_what_a_library_prints_is_no_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

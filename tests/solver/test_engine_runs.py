@@ -19,8 +19,7 @@ from optpipe_solver import engines, systems, tuning
 from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.heuristics import generate
 from optpipe_solver.methods import ENGINES, HEURISTICS, MILP
-from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
-from optpipe_solver.portfolio.engine_runs import EngineRuns
+from optpipe_solver.portfolio.engine_runs import EngineProcess, EngineProcesses, EngineRuns
 from optpipe_solver.portfolio.portfolio import incumbents_of
 from optpipe_solver.tuning import EngineRun, engine_runs
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.problems import pipeline, stage
 from support.problems.strategies import problems_with_schedules
+from support.problems.units import ACTIVATION, peaks
 
-from optpipe import Problem, Schedule, certify, check
+from optpipe import Problem, Schedule, check
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe_solver.heuristics import STREAMS
@@ -23,25 +24,19 @@ LENGTHS = (1.0, 5.0, 2.0, 4.0, 3.0, 1.0, 2.0, 6.0)
 
 def packed(memory: int = 60, **fields: Any) -> Problem:
     """Four devices, eight micro-batches of different weights, each of which may enter at any time."""
-    costs = stage((1, 1, 1), (8, 4), offload=(1, 1, 8), recompute=(1, 2))
-    sizes = tuple(int(4 * length) for length in LENGTHS)
+    whole, half, quarter = (tuple(int(share * length) for length in LENGTHS) for share in (4, 2, 1))
     lists: dict[str, Any] = {
-        **dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms"), LENGTHS),
-        **dict.fromkeys(("offload_ms", "reload_ms"), LENGTHS),
-        **dict.fromkeys(("activation_bytes", "offload_bytes"), sizes),
-        "saved_for_weight_bytes": tuple(size // 2 for size in sizes),
-        "checkpoint_bytes": tuple(size // 4 for size in sizes),
+        **dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms"), LENGTHS),
+        **dict.fromkeys(("activation_bytes", "offload_bytes"), whole),
+        "saved_for_weight_bytes": half,
+        "checkpoint_bytes": quarter,
     }
-    return pipeline(4, 8, memory, costs | lists, **fields)
+    return pipeline(4, 8, memory, stage(recompute=(1, 2)) | lists, **fields)
 
 
 def entries(schedule: Schedule) -> list[int]:
     """The micro-batches in the order in which they enter."""
     return [op.microbatch for op in schedule.programs[0].ops() if op.kind is Kind.F and op.stage == 0]
-
-
-def peaks_bytes(schedule: Schedule) -> list[int]:
-    return [peak.bytes for peak in certify(schedule.problem, schedule).device]
 
 
 @given(problems_with_schedules(beyond=True), st.data())
@@ -50,7 +45,7 @@ def test_a_renumbered_schedule_takes_the_same_time_and_memory(pair: tuple[Proble
     order = np.array(data.draw(st.permutations(range(problem.microbatches))))
     there = schedule.renumbered(problem.entering(np.argsort(order).tolist()), order)
     assert there.makespan_ms == pytest.approx(schedule.makespan_ms)
-    assert peaks_bytes(there) == peaks_bytes(schedule)
+    assert peaks(there) == peaks(schedule)
     back = there.renumbered(there.problem.entering(order.tolist()), np.argsort(order))
     assert back.problem == problem
     assert back == schedule
@@ -77,10 +72,9 @@ def test_the_best_order_of_1f1b_is_better_than_the_given_one() -> None:
 
 def test_one_that_fits_is_preferred() -> None:
     """The heaviest micro-batches together, as in some orders, are too much."""
-    schedules = list(in_entry_orders("1f1b", packed()))
-    peaks = {max(peaks_bytes(each)) for each in schedules}
-    assert len(peaks) > 1
-    problem = packed(memory=min(peaks))
+    most = {max(peaks(each)) for each in in_entry_orders("1f1b", packed())}
+    assert len(most) > 1
+    problem = packed(memory=round(min(most) * ACTIVATION))
     assert check(problem, in_best_order("1f1b", problem)) == []
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from support.examples import examples
+from support.frames import bounds, notes, schedules
+from support.problems import with_budgets
 from support.problems.strategies import problems_with_schedules
 from support.problems.units import ACTIVATION, units
 
 from optpipe import Problem, Schedule, check, simulate
 from optpipe.lift import prune
-from optpipe.process.protocol import Bound, Incumbent, Infeasible, Programs, Request
+from optpipe.process.protocol import Infeasible, Programs, Request
 from optpipe.reuse import repair
 from optpipe_cache import Cache, features
 from optpipe_cache.features import structure
@@ -24,15 +26,13 @@ from optpipe_solver.cpsat.grid import is_expressible
 from optpipe_solver.portfolio import PlacementSearch, Portfolio
 from optpipe_solver.schedule_facts import allocation_times, has_only_known_ops, tails
 
-EVICT = {"evict_ms": 0.25, "load_ms": 0.25, "evict_bytes": ACTIVATION}
-
 
 def paired(memory: int, m: int = 2, **changes: Any) -> Problem:
     """Two devices; the first may evict to the second."""
-    plain = units(2, m)
-    first, last = (stage.model_dump(exclude_none=True) for stage in plain.stages)
+    first, last = units(2, m).stages
+    first = first.model_copy(update={"evict_ms": 0.25, "load_ms": 0.25, "evict_bytes": ACTIVATION})
     devices = [{"activation_budget_bytes": memory, "peer": 1}, {"activation_budget_bytes": 3 * ACTIVATION}]
-    return plain.replace(stages=[first | EVICT, last], devices=devices, **changes)
+    return units(2, m).replace(stages=[first, last], devices=devices, **changes)
 
 
 def evicting(problem: Problem) -> Schedule:
@@ -61,10 +61,7 @@ def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
     problem = paired(ACTIVATION)
     schedule = evicting(problem)
     assert check(problem, schedule) == []
-    plain = problem.replace(
-        devices=[{"activation_budget_bytes": ACTIVATION}, {"activation_budget_bytes": 3 * ACTIVATION}],
-        stages=units(2, 2).stages,
-    )
+    plain = with_budgets(units(2, 2), [ACTIVATION, 3 * ACTIVATION])
     assert memory_bound(plain) == 10.0  # one micro-batch at a time
     assert memory_bound(problem) <= schedule.makespan_ms == 9.5
     assert infeasibility(problem) is None
@@ -75,7 +72,7 @@ def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
 def test_an_engine_asked_for_by_name_says_that_it_makes_none():
     frames = []
     assert Portfolio(Request(problem=paired(ACTIVATION), method="lns"), frames.append).supports("lns")
-    assert [frame.text for frame in frames] == ["lns makes no evictions: some heuristics and published schedules do"]
+    assert notes(frames) == ["lns makes no evictions: some heuristics and published schedules do"]
 
 
 @pytest.mark.parametrize("search", [Portfolio, PlacementSearch])
@@ -84,12 +81,10 @@ def test_a_search_keeps_an_eviction_that_is_the_best_it_knows(search):
     heard: list[Any] = []
     request = Request(problem=problem, time_limit_s=2.0, warm_start=Programs.from_schedule(evicting(problem)))
     search(request, heard.append).run()
-    found = [frame.schedule.schedule(problem, frame.method) for frame in heard if isinstance(frame, Incumbent)]
-    best = min(found, key=lambda schedule: schedule.makespan_ms)
+    best = min(schedules(heard, problem), key=lambda schedule: schedule.makespan_ms)
     assert best.makespan_ms <= evicting(problem).makespan_ms
     assert check(best.problem, best) == []
-    bounds = [frame.lower_bound_ms for frame in heard if isinstance(frame, Bound)]
-    assert max(bounds) <= best.makespan_ms + 1e-9
+    assert max(bounds(heard)) <= best.makespan_ms + 1e-9
     assert not any(isinstance(frame, Infeasible) for frame in heard)
 
 
@@ -113,7 +108,5 @@ def test_the_cache_tells_them_apart(tmp_path):
     hit = cache.lookup(slower)
     assert hit is not None
     assert hit.schedule.makespan_ms == simulate(slower, evicting(slower)).makespan_ms
-    costly = problem.replace(
-        stages=[problem.stages[0].model_dump(exclude_none=True) | {"evict_ms": 1.0}, problem.stages[1]]
-    )
+    costly = problem.replace(stages=[problem.stages[0].model_copy(update={"evict_ms": 1.0}), problem.stages[1]])
     assert list(features(problem).terms(features(costly))) == ["evict"]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.frames import bounds, schedules
 from support.problems.chain import chain, gpipe
 from support.problems.strategies import problems
 
@@ -18,9 +19,9 @@ from optpipe import Problem, check
 from optpipe.dispatch.simulate import Simulator
 from optpipe.dispatch.starts import first_rules
 from optpipe.errors import InputError
+from optpipe.evaluate.objective import length_ms
 from optpipe.model.placement import rechunk
-from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_solver import first
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
@@ -37,10 +38,6 @@ def ask(request: Request) -> list[Frame]:
     return frames
 
 
-def schedules(frames: list[Frame], problem: Problem) -> list[Schedule]:
-    return [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
-
-
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 @given(
     problem=problems(beyond=True),
@@ -52,20 +49,16 @@ def test_an_answer_is_valid_or_says_why_there_is_none(objective, problem, memory
     problem = problem.with_memory_for(memory)
     *frames, end = ask(Request(problem=problem, objective=objective, time_limit_s=seconds))
     assert isinstance(end, End)
-    reason = infeasibility(problem)
-    if reason:
-        assert [type(frame) for frame in frames if not isinstance(frame, Note)] == [Infeasible]
-        assert [frame.reason for frame in frames if isinstance(frame, Infeasible)] == [reason]
+    if reason := infeasibility(problem):
+        assert [frame for frame in frames if not isinstance(frame, Note)] == [Infeasible(reason=reason)]
         return
-    values = []
-    for schedule in schedules(frames, problem):
-        assert check(problem, schedule) == []
-        values.append(schedule.makespan_ms if objective == "makespan" else schedule.span_ms)
-    assert values
-    assert values == sorted(values, reverse=True)
-    bounds = [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
-    assert max(bounds) == pytest.approx(max(trivial_bound(problem, objective), memory_bound(problem, objective)))
-    assert values[-1] >= max(bounds) * (1 - 1e-9)
+    found = schedules(frames, problem)
+    assert all(check(problem, schedule) == [] for schedule in found)
+    values = [length_ms(schedule, objective) for schedule in found]
+    assert values == sorted(values, reverse=True) != []
+    bound = max(bounds(frames))
+    assert bound == pytest.approx(max(trivial_bound(problem, objective), memory_bound(problem, objective)))
+    assert values[-1] >= bound * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("name", ["fastlink-4x8", "fastlink-8x16"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.frames import schedules
 from support.oracles.enumeration import problem_of, stage
 
 from optpipe import Problem, Schedule, check
-from optpipe.process.protocol import Frame, Incumbent, Programs, Request
+from optpipe.process.protocol import Frame, Programs, Request
 from optpipe_solver import lns
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.cpsat.grid import Grid, is_expressible, place_on_grid, split_dispensable
@@ -31,14 +32,14 @@ def naive(problem: Problem) -> Schedule:
 def found(problem: Problem, seconds: float, **asked: object) -> list[Schedule]:
     frames: list[Frame] = []
     lns.run(Request.model_validate({"problem": problem, "time_limit_s": seconds, **asked}), frames.append)
-    return [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
+    return schedules(frames, problem)
 
 
 def test_windows_of_any_schedule_make_it_shorter_and_shorter() -> None:
     problem = offloading(3, 4)
-    schedules = found(problem, 20.0, warm_start=Programs.from_schedule(naive(problem)))
-    assert all(check(problem, schedule) == [] for schedule in schedules)
-    values = [schedule.makespan_ms for schedule in schedules]
+    each = found(problem, 20.0, warm_start=Programs.from_schedule(naive(problem)))
+    assert all(check(problem, schedule) == [] for schedule in each)
+    values = [schedule.makespan_ms for schedule in each]
     assert values == sorted(values, reverse=True)
     assert values[-1] < 0.7 * naive(problem).makespan_ms
 
@@ -47,8 +48,8 @@ def test_windows_minimize_the_span_where_it_is_asked_for() -> None:
     """From ZB-H1, which takes 94 ms. Windows that minimize the makespan end at 88."""
     problem = problem_of([stage(d, (5, 5, 4), 5, 2) for d in range(4)], [99] * 4, 5, p2p_ms=0.5)
     start = generate("zb-h1", problem)
-    schedules = found(problem, 20.0, objective="span", warm_start=Programs.from_schedule(start))
-    assert schedules[-1].span_ms == trivial_bound(problem, "span") == 87.0
+    *_, last = found(problem, 20.0, objective="span", warm_start=Programs.from_schedule(start))
+    assert last.span_ms == trivial_bound(problem, "span") == 87.0
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "gpipe", "zb-h2"])

@@ -20,9 +20,8 @@ from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Note, Request
 from optpipe_cli.main import main
 from optpipe_solver.clock import Clock
-from optpipe_solver.portfolio import PlacementSearch, engine_processes
-from optpipe_solver.portfolio.engine_processes import EngineProcess
-from optpipe_solver.portfolio.engine_runs import EngineRuns
+from optpipe_solver.portfolio import PlacementSearch, engine_runs
+from optpipe_solver.portfolio.engine_runs import EngineProcess, EngineRuns
 from optpipe_solver.portfolio.portfolio import incumbents_of
 
 
@@ -121,12 +120,12 @@ def test_of_a_solver_that_said_nothing_a_note_says_so(monkeypatch: pytest.Monkey
 
 
 def test_with_all_placements_the_milp_runs_though_the_best_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_processes, "ENGINE", "support.fakes.engine")
+    monkeypatch.setattr(engine_runs, "ENGINE", "support.fakes.engine")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("milp", "reports")
     problem = problem_of([stage(d, (1, 1, 1), 1, 1) for d in range(2)], [9, 9], 2)
     frames: list[Frame] = []
-    request = Request(problem=problem, method="milp", placements="all", time_limit_s=20.0)
+    request = Request(problem=problem, method="milp", placements="all", time_limit_s=600.0)
     PlacementSearch(request, frames.append).run()
     begun, report = [frame for frame in frames if isinstance(frame, Note)]
     assert begun.ongoing

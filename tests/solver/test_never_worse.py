@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.problems import pipeline, stage
+from support.problems import pipeline, stage, with_budgets
 from support.problems.chain import chain
 
 from optpipe import simulate
@@ -21,12 +21,10 @@ from optpipe.process.protocol import Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver import tuning
 from optpipe_solver.clock import Clock
-from optpipe_solver.heuristics import generate
-from optpipe_solver.heuristics.naive import one_at_a_time
+from optpipe_solver.heuristics import generate, one_at_a_time
 from optpipe_solver.portfolio import Portfolio
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
-from optpipe_solver.portfolio.portfolio import incumbents_of
-from optpipe_solver.portfolio.warm_start import in_all_parts
+from optpipe_solver.portfolio.portfolio import in_all_parts, incumbents_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,34 +40,21 @@ def problems(draw: st.DrawFn) -> Problem:
     """Short of memory, with activations that leave in one to three parts over links that devices may share."""
     devices = draw(st.integers(1, 3))
     sizes = [draw(st.integers(4, 7)) for _ in range(devices)]
-    return Problem.from_dict(
-        {
-            "microbatches": draw(st.integers(2, 5)),
-            "p2p_ms": draw(st.sampled_from((0.0, 0.5))),
-            "transfer_mode": draw(st.sampled_from(("half_duplex", "full_duplex"))),
-            "devices": [
-                {
-                    "activation_budget_bytes": size + draw(st.integers(0, 9)),
-                    "link": draw(st.sampled_from((None, "bus"))),
-                }
-                for size in sizes
-            ],
-            "stages": [
-                {
-                    "device": d,
-                    "forward_ms": draw(st.sampled_from((1.0, 2.5))),
-                    "backward_input_ms": draw(st.sampled_from((1.0, 10 / 3))),
-                    "backward_weight_ms": 1.0,
-                    "activation_bytes": size,
-                    "saved_for_weight_bytes": draw(st.integers(0, size)),
-                    "offload_ms": draw(st.sampled_from((0.0, 1.0, 7 / 3))),
-                    "reload_ms": draw(st.sampled_from((0.5, 4.0))),
-                    "offload_bytes": draw(st.integers(4, size)),
-                    "offload_parts": draw(st.integers(1, 3)),
-                }
-                for d, size in enumerate(sizes)
-            ],
-        }
+
+    def costs(size: int) -> dict[str, Any]:
+        times = draw(st.sampled_from((1.0, 2.5))), draw(st.sampled_from((1.0, 10 / 3))), 1.0
+        back_ms = draw(st.sampled_from((0.5, 4.0)))
+        offload = draw(st.sampled_from((0.0, 1.0, 7 / 3))), back_ms, draw(st.integers(4, size))
+        return stage(times, (size, draw(st.integers(0, size))), offload=offload, offload_parts=draw(st.integers(1, 3)))
+
+    return pipeline(
+        devices,
+        draw(st.integers(2, 5)),
+        [size + draw(st.integers(0, 9)) for size in sizes],
+        [costs(size) for size in sizes],
+        p2p_ms=draw(st.sampled_from((0.0, 0.5))),
+        transfer_mode=draw(st.sampled_from(("half_duplex", "full_duplex"))),
+        device={"link": draw(st.sampled_from((None, "bus")))},
     )
 
 
@@ -91,11 +76,7 @@ def test_a_search_begins_with_what_is_valid_with_less(problem: Problem, times: i
     finer = problem.replace(
         stages=[s.model_copy(update={"offload_parts": times * s.offload_parts}) for s in problem.stages]
     )
-    roomier = problem.replace(
-        devices=[
-            d.model_copy(update={"activation_budget_bytes": d.activation_budget_bytes + more}) for d in problem.devices
-        ]
-    )
+    roomier = with_budgets(problem, [device.activation_budget_bytes + more for device in problem.devices])
     freer = with_stages(problem, recompute_ms=1.0, checkpoint_bytes=1)
     for larger in (finer, roomier, freer):
         assert first_ms(larger, known) <= known.makespan_ms + 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.problems import with_budgets
 
 from optpipe import improve
 from optpipe.errors import InputError
@@ -27,13 +28,7 @@ def posed(model: str, memory: float = 1.0, per_device: int = 4, **shape: Any) ->
     """A model on H100s with a share of the memory that is left for its activations."""
     run = Run(microbatches=per_device * shape["pp"])
     problem = estimate(MODELS[model], Parallelism.from_dict(shape, "shape"), GPUS["H100"], run).problem
-    budgets = [round(memory * device.activation_budget_bytes) for device in problem.devices]
-    return problem.replace(
-        devices=[
-            device.model_copy(update={"activation_budget_bytes": budget})
-            for device, budget in zip(problem.devices, budgets, strict=True)
-        ]
-    )
+    return with_budgets(problem, [round(memory * device.activation_budget_bytes) for device in problem.devices])
 
 
 def no_engine_fails(problem: Problem, **options: Any) -> None:

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import problems
 from support.examples import examples
+from support.frames import notes
 from support.oracles.enumeration import best_of_all, stage
 from support.problems.strategies import AMPLE, differing, schedules, stages, times
 
 import optpipe
-from optpipe import Device, InputError, Problem, Schedule, certify
+from optpipe import InputError, Problem, Schedule, certify
 from optpipe.errors import ScheduleError
 from optpipe.model.placement import Placement
-from optpipe.process.protocol import Frame, Note, Request
+from optpipe.process.protocol import Frame, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
 from optpipe_solver.bounds.least_memory import infeasibility
@@ -37,13 +39,8 @@ def model(
 ) -> Problem:
     """The layers over as many devices as there are sizes of memory, all but one a stage of their own in the problem's
     own partition."""
-    devices = fields.pop("devices", [{"activation_budget_bytes": size} for size in memory])
-    first = Problem(
-        microbatches=microbatches,
-        devices=devices,
-        stages=[{"device": d, **costs(layers[0])} for d in range(len(memory))],
-    )
-    problem = first.replace(p2p_ms=p2p_ms, layers=[costs(layer) for layer in layers], **fields)
+    each = [costs(layer) for layer in layers]
+    problem = problems.pipeline(len(memory), microbatches, memory, each[0], p2p_ms=p2p_ms, layers=each, **fields)
     counts = (*[1] * (len(memory) - 1), len(layers) - len(memory) + 1)
     return Placement(chunks=1, layers=counts).apply(problem)
 
@@ -84,13 +81,7 @@ def test_no_schedule_of_any_partition_is_shorter(data):
     counts = data.draw(st.sampled_from(partitions(len(problem.layers), chunks * len(problem.devices))))
     placement = Placement(chunks=chunks, shape=shape, layers=counts)
     schedule = data.draw(schedules(placement.apply(problem)))
-    peaks = certify(schedule.problem, schedule).device
-    tight = problem.replace(
-        devices=[
-            Device(activation_budget_bytes=peak.bytes, link=d.link)
-            for peak, d in zip(peaks, problem.devices, strict=True)
-        ]
-    )
+    tight = problems.with_budgets(problem, [peak.bytes for peak in certify(schedule.problem, schedule).device])
     assert no_partition_fits(tight) is None
     assert partition_bound(tight, "makespan") <= schedule.makespan_ms + 1e-6
     assert partition_bound(tight, "span") <= schedule.span_ms + 1e-6
@@ -148,7 +139,7 @@ def test_bytes_over_time_bound_all_partitions():
 @settings(max_examples=examples(100), deadline=None)
 @given(layered(), st.integers(0, 25))
 def test_where_nothing_can_fit_no_partition_does(problem, memory):
-    tight = problem.replace(devices=[{"activation_budget_bytes": memory}] * len(problem.devices))
+    tight = problems.with_budgets(problem, memory)
     assert no_partition_fits(tight) is None or all(
         infeasibility(Placement(chunks=chunks, shape=shape, layers=counts).apply(tight))
         for chunks in range(1, len(tight.layers) // len(tight.devices) + 1)
@@ -208,27 +199,13 @@ def test_the_descent_finds_better_partitions_that_fit(memory):
 
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "problems").glob("*.json"))
-LAYER = {
-    "forward_ms": 1.25,
-    "backward_input_ms": 1.5,
-    "backward_weight_ms": 1.0,
-    "activation_bytes": 1001,
-    "saved_for_weight_bytes": 301,
-}
+LAYER = problems.stage((1.25, 1.5, 1.0), (1001, 301))
 
 
 def two_stages(**changes: Any) -> Problem:
     """Six layers in two stages of three; the first layer changed."""
-    stage = {name: 3 * value for name, value in LAYER.items()}
-    stages = [{"device": d, **stage} for d in range(2)]
-    return Problem.from_dict(
-        {
-            "microbatches": 3,
-            "devices": [{"activation_budget_bytes": 9000}] * 2,
-            "stages": stages,
-            "layers": [LAYER | changes, *[LAYER] * 5],
-        }
-    )
+    whole = {name: 3 * value for name, value in LAYER.items()}
+    return problems.pipeline(2, 3, 9000, whole, layers=[LAYER | changes, *[LAYER] * 5])
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -291,6 +268,5 @@ def test_where_no_placement_has_a_schedule_the_reason_is_that_of_the_stages_give
     PlacementSearch(
         Request(problem=two_stages(), placements="all", method="naive", time_limit_s=5.0), frames.append
     ).run()
-    notes = [frame.text for frame in frames if isinstance(frame, Note)]
-    assert "2 chunks a device, looped, layers 1 1 2 2: naive gives no schedule: 4 stages" in notes
-    assert notes[-1] == "naive gives no schedule: 2 stages"
+    assert "2 chunks a device, looped, layers 1 1 2 2: naive gives no schedule: 4 stages" in notes(frames)
+    assert notes(frames)[-1] == "naive gives no schedule: 2 stages"

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from support import problems
+from support.frames import bounds, notes, schedules
 from support.oracles.enumeration import best_of_all, problem_of, stage
 
 import optpipe
-from optpipe import Device, Problem, Schedule, check
+from optpipe import Problem, Schedule, check
 from optpipe.model.placement import Placement, rechunk
-from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Request
+from optpipe.process.protocol import Incumbent, Infeasible, Note, Programs, Request
 from optpipe_cli import main as cli
 from optpipe_solver import tuning
 from optpipe_solver.heuristics import generate
@@ -25,7 +26,6 @@ from optpipe_solver.incumbents import Incumbents, _Kept
 from optpipe_solver.portfolio import PlacementSearch, placement_search
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
-FEW = {"backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "saved_for_weight_bytes": 2}
 
 
 def pipeline(
@@ -53,28 +53,20 @@ def run(problem: Problem, **asked: Any) -> list[Any]:
     return frames
 
 
-def found(problem: Problem, frames: list[Any]) -> list[Schedule]:
-    return [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
-
-
-def bounds(frames: list[Any]) -> list[float]:
-    return [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
-
-
 @pytest.mark.parametrize(
     ("problem", "seconds", "threads"), [(pipeline(), 20.0, 1), (with_layers(), 3.0, 2)], ids=["chunks", "layers"]
 )
 def test_every_answer_is_better_than_those_before_and_valid_for_its_placement(problem, seconds, threads):
     """With chunks alone it is over as soon as the bound over all placements is reached."""
     frames = run(problem, threads=threads, time_limit_s=seconds)
-    schedules = found(problem, frames)
-    assert all(check(schedule.problem, schedule) == [] for schedule in schedules)
-    assert all(b.makespan_ms < a.makespan_ms for a, b in pairwise(schedules))
-    assert schedules[0].placement is None
-    assert schedules[-1].placement is not None
+    found = schedules(frames, problem)
+    assert all(check(schedule.problem, schedule) == [] for schedule in found)
+    assert all(b.makespan_ms < a.makespan_ms for a, b in pairwise(found))
+    assert found[0].placement is None
+    assert found[-1].placement is not None
     assert bounds(frames) == sorted(bounds(frames))
-    assert 0 < bounds(frames)[-1] <= schedules[-1].makespan_ms
-    assert not any(isinstance(frame, Note) for frame in frames)
+    assert 0 < bounds(frames)[-1] <= found[-1].makespan_ms
+    assert notes(frames) == []
 
 
 def test_more_chunks_beat_what_one_chunk_can_ever_reach():
@@ -96,7 +88,7 @@ def test_bounds_hold_for_every_placement(monkeypatch, objective):
     best = min(best_of_all(placed, objective)[0] for placed in (problem, rechunk(problem, 2), rechunk(problem, 2, "v")))
     frames = run(problem, objective=objective)
     assert 0 < max(bounds(frames)) <= best + 1e-9
-    lengths = [s.makespan_ms if objective == "makespan" else s.span_ms for s in found(problem, frames)]
+    lengths = [s.makespan_ms if objective == "makespan" else s.span_ms for s in schedules(frames, problem)]
     assert lengths[-1] == best
 
 
@@ -105,7 +97,7 @@ def test_only_a_placement_fits():
     problem = pipeline(memory=3)
     frames = run(problem, time_limit_s=6.0)
     assert not any(isinstance(frame, Infeasible) for frame in frames)
-    assert found(problem, frames)[-1].placement.chunks > 1
+    assert schedules(frames, problem)[-1].placement.chunks > 1
 
 
 def test_it_is_infeasible_only_where_every_placement_is():
@@ -113,27 +105,25 @@ def test_it_is_infeasible_only_where_every_placement_is():
         reason="devices[0].activation_budget_bytes = 3 B: one micro-batch at a time needs at least 4 B"
     )
     assert run(with_layers(memory=1))[-1] == Infeasible(reason="layers[0] needs 2 B and no device has more than 1 B")
-    assert found(with_layers(memory=8), run(with_layers(memory=8)))  # 22 bytes in all: 4, 4 and 3 layers fit exactly
+    fits = with_layers(memory=8)  # 22 bytes in all: 4, 4 and 3 layers fit exactly
+    assert schedules(run(fits), fits)
 
 
 def test_fewer_layers_than_devices_leave_the_stages_as_they_are():
-    one, two = ({name: share * value for name, value in ({"forward_ms": 1.0} | FEW).items()} for share in (1, 2))
+    one, two = problems.stage(sizes=(4, 2)), problems.stage((2, 2, 2), (8, 4))
     problem = pipeline().replace(layers=[one, one, two])
     frames = run(problem)
-    assert all(schedule.placement is None for schedule in found(problem, frames))
+    assert all(schedule.placement is None for schedule in schedules(frames, problem))
     assert max(bounds(frames)) >= 27.0
-    assert run(
-        problem.replace(devices=[Device(activation_budget_bytes=3)] * 4, stages=pipeline(offload_ms=None).stages)
-    )[-1] == Infeasible(reason="3 layers cannot make a stage for each of 4 devices")
+    tight = problems.with_budgets(problem.replace(stages=pipeline(offload_ms=None).stages), 3)
+    assert run(tight)[-1] == Infeasible(reason="3 layers cannot make a stage for each of 4 devices")
 
 
 def test_several_routes_keep_their_stages():
     problem = pipeline(routes=[[0, 1, 2, 3], [3, 2, 1, 0]], microbatch_routes=[0, 1] * 4)
     frames = run(problem)
-    assert all(schedule.placement is None for schedule in found(problem, frames))
-    assert [frame.text for frame in frames if isinstance(frame, Note)] == [
-        "routes: there are 2, placements are searched for one route only"
-    ]
+    assert all(schedule.placement is None for schedule in schedules(frames, problem))
+    assert notes(frames) == ["routes: there are 2, placements are searched for one route only"]
     assert bounds(frames)[0] > 0
 
 
@@ -144,16 +134,16 @@ def test_a_warm_start_of_any_placement_is_where_its_search_begins(placement):
     best = generate("adaoffload", placed)
     start = Programs.from_schedule(best).model_copy(update={"placement": placement})
     frames = run(problem, warm_start=start, method="naive", time_limit_s=2.0)
-    schedules = [(schedule.method, schedule.placement, schedule.makespan_ms) for schedule in found(problem, frames)]
-    assert schedules[-1] == (best.method, placement, best.makespan_ms)
+    last = schedules(frames, problem)[-1]
+    assert (last.method, last.placement, last.makespan_ms) == (best.method, placement, best.makespan_ms)
 
 
 def test_a_warm_start_of_another_model_is_told_of():
     start = Programs.from_schedule(generate("adaoffload", pipeline())).model_copy(
         update={"placement": Placement(chunks=1, layers=(1, 1, 1, 1))}
     )
-    told = [frame.text for frame in run(pipeline(), warm_start=start) if isinstance(frame, Note)]
-    assert told == ["the warm start is no schedule of this problem: placement.layers: the problem has none"]
+    (note,) = notes(run(pipeline(), warm_start=start))
+    assert note == "the warm start is no schedule of this problem: placement.layers: the problem has none"
 
 
 class FakePortfolio:
@@ -196,11 +186,16 @@ class FakePortfolio:
         yield
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, threads):
+@pytest.fixture
+def fakes(monkeypatch):
     monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)
-    FakePortfolio.asked, FakePortfolio.with_published = [], []
-    FakePortfolio.with_rules, FakePortfolio.in_rules = [], []
+    for name in ("asked", "with_published", "with_rules", "in_rules"):
+        monkeypatch.setattr(FakePortfolio, name, [], raising=False)
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_from_all_placements_for_a_moment_to_the_best_for_long(threads):
     frames = run(pipeline(), method="auto", time_limit_s=60.0, threads=threads)
     first, *looks = [request for request in FakePortfolio.asked if request.method in ("naive", "adaoffload")]
     deep = [request for request in FakePortfolio.asked if request.method == "auto"]
@@ -223,7 +218,7 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
         ran = [request for request in FakePortfolio.asked[2:] if request.method != "dispatch"]
         assert sum(request.time_limit_s for request in ran) <= 60.0 * (1 - tuning.RULES_SHARE) + 1e-6
     assert bounds(frames)[-1] == 32.0  # the least of the placements' own, but of one chunk, which `relax` has searched
-    assert [frame.text for frame in frames if isinstance(frame, Note)] == ["the same words"]
+    assert notes(frames) == ["the same words"]
 
 
 def test_however_busy_the_machine_naive_is_not_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +230,7 @@ def test_however_busy_the_machine_naive_is_not_all_there_is(monkeypatch: pytest.
     monkeypatch.setattr(tuning, "FIRST_LOOK_SHARE", 1e-9)
     monkeypatch.setattr(search.contenders, "list_all", lambda named: search.clock.stop())
     search.run()
-    assert found(problem, frames)[-1].makespan_ms < generate("naive", problem, "makespan").makespan_ms
+    assert schedules(frames, problem)[-1].makespan_ms < generate("naive", problem, "makespan").makespan_ms
 
 
 def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monkeypatch):
@@ -250,12 +245,12 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
         phase.run(phase.share)
         if phase.name == "rules":
             break
-    schedules = found(problem, frames)
+    found = schedules(frames, problem)
     assert search.contenders.best_ms < first_ms
-    assert schedules[-1].makespan_ms == search.contenders.best_ms
-    assert schedules[-1].rules is not None
-    assert all(check(schedule.problem, schedule) == [] for schedule in schedules)
-    assert all(b.makespan_ms < a.makespan_ms for a, b in pairwise(schedules))
+    assert found[-1].makespan_ms == search.contenders.best_ms
+    assert found[-1].rules is not None
+    assert all(check(schedule.problem, schedule) == [] for schedule in found)
+    assert all(b.makespan_ms < a.makespan_ms for a, b in pairwise(found))
 
 
 def test_where_rules_lead_to_nothing_their_time_is_left_to_the_rest():
@@ -265,11 +260,9 @@ def test_where_rules_lead_to_nothing_their_time_is_left_to_the_rest():
     assert search._search_in_rules(0.3) == 0.0
 
 
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_relax_searches_the_placements_of_the_least_bounds_up_to_the_best(monkeypatch, threads):
-    monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)
-    FakePortfolio.asked, FakePortfolio.with_published = [], []
-    FakePortfolio.with_rules, FakePortfolio.in_rules = [], []
+def test_relax_searches_the_placements_of_the_least_bounds_up_to_the_best(threads):
     run(pipeline(offload_ms=None), method="auto", time_limit_s=600.0, threads=threads)
     relaxed = [request.problem for request in FakePortfolio.asked if request.method == "relax"]
     assert [len(problem.stages) for problem in relaxed] == [4, 8]  # next would be the best one

@@ -19,9 +19,8 @@ from optpipe.transformer.records import Run
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.planner.candidate import Candidate
+from optpipe_solver.planner.candidate import Candidate, difference
 from optpipe_solver.planner.candidates import Question, candidates
-from optpipe_solver.planner.doubt import difference
 from optpipe_solver.planner.search import Plan, PlanSearch, published
 from optpipe_solver.systems import generate
 

@@ -8,9 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems import GROUPS, stage
+from support.problems import pipeline as make_pipeline
 from support.problems.strategies import problems, schedules
 
-from optpipe import Device, Problem, Schedule, Stage, check
+from optpipe import Problem, Schedule, check
 from optpipe.reuse import repair
 from optpipe_solver.bounds.least_memory import least_memory
 from optpipe_solver.heuristics import generate
@@ -19,14 +21,8 @@ OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 500}
 
 
 def pipeline(devices: int, microbatches: int, memory: int, size: int = 500, **costs: Any) -> Problem:
-    times = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0}
-    stages = [
-        Stage(device=d, **{**times, "activation_bytes": size, "saved_for_weight_bytes": 200, **costs})
-        for d in range(devices)
-    ]
-    return Problem(
-        microbatches=microbatches, p2p_ms=1.0, devices=[Device(activation_budget_bytes=memory)] * devices, stages=stages
-    )
+    each = stage((10, 10, 8), (size, 200)) | costs
+    return make_pipeline(devices, microbatches, memory, each, p2p_ms=1.0)
 
 
 @st.composite
@@ -35,23 +31,14 @@ def drifted(draw: Any) -> tuple[Problem, Schedule]:
     before = draw(problems(beyond=True))
     schedule = draw(schedules(before))
     content = before.to_dict()
-    for stage in content["stages"]:
-        for name in [name for name in stage if name.endswith("_ms")]:
-            factor = draw(st.sampled_from([0.0, 0.8, 1.0, 1.3]))
-            stage[name] = (np.array(stage[name]) * factor).tolist()
-        stage["activation_bytes"] = (np.array(stage["activation_bytes"]) + draw(st.integers(0, 3))).tolist()
-        if draw(st.booleans()):
-            for name in ("offload_ms", "reload_ms", "offload_bytes", "offload_parts"):
-                stage.pop(name, None)
-        if draw(st.booleans()):
-            for name in ("recompute_ms", "checkpoint_bytes"):
-                stage.pop(name, None)
-        if draw(st.booleans()):
-            for name in ("evict_ms", "load_ms", "evict_bytes"):
-                stage.pop(name, None)
-        if draw(st.booleans()):
-            for name in ("gradient_out_ms", "update_ms", "parameters_in_ms"):
-                stage.pop(name, None)
+    for costs in content["stages"]:
+        for name in [name for name in costs if name.endswith("_ms")]:
+            costs[name] = (np.array(costs[name]) * draw(st.sampled_from([0.0, 0.8, 1.0, 1.3]))).tolist()
+        costs["activation_bytes"] = (np.array(costs["activation_bytes"]) + draw(st.integers(0, 3))).tolist()
+        for ability in GROUPS.values():
+            if draw(st.booleans()):
+                for name in (*ability, *(["offload_parts"] if "offload_ms" in ability else [])):
+                    costs.pop(name, None)
     if draw(st.booleans()):
         content.pop("overlap_factor", None)
     for device, least in zip(content["devices"], least_memory(Problem.from_dict(content)), strict=True):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.problems.units import ACTIVATION, units
+from support.problems.units import peaks, units
 
-from optpipe import Kind, certify, check
+from optpipe import Kind, check
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.block import Block, collisions, reordered, repeat, slots, with_weights
-from optpipe_solver.systems.order import by_slot
-from optpipe_solver.systems.v_shape import v_block
+from optpipe_solver.systems.system import by_slot
+from optpipe_solver.systems.zero_bubble import v_path
 
 
 def one_f_one_b(p):
@@ -51,7 +51,7 @@ def test_a_block_repeated_holds_its_lifespan_over_the_interval():
     for late in range(0, 24, 4):
         block = with_weights(problem, Block(forward=(0, 1, 2), backward=(9 + late, 4 + late, 3 + late)), 4)
         lives = [weight + 1 - forward for forward, weight in zip(block.forward, block.weight, strict=True)]
-        assert most(problem, repeat(problem, block, range(0, 80, 4))) == [-(-life // 4) for life in lives]
+        assert peaks(repeat(problem, block, range(0, 80, 4))) == [-(-life // 4) for life in lives]
 
 
 @pytest.mark.parametrize(("there", "back"), [(1, 2), (2, 1), (2, 4), (4, 2), (1, 5)])
@@ -74,18 +74,14 @@ def test_reordered_ops_wait_for_less_and_hold_no_more(there, back, p, m):
     )  # no slot is before its needs
     assert after.makespan_ms <= before.makespan_ms
     assert after.span_ms <= before.span_ms
-    assert max(most(problem, after)) <= max(most(problem, before))
+    assert max(peaks(after)) <= max(peaks(before))
 
 
 def test_reordering_fills_warm_up_and_cool_down():
     """V-Half on four devices: the bubble falls from 12 slots to 5, at the same peak."""
     problem, launches = units(4, 8, v=2, shape="v"), range(0, 48, 6)
-    block = v_block(problem, [2] * 3, [1] * 3, (1, 4, 2))
+    block = with_weights(problem, v_path([2] * 3, [1] * 3, (1, 4, 2)), 6)
     table, slot = slots(block, launches)
     before, after = repeat(problem, block, launches), by_slot(problem, table, reordered(problem, table, slot))
     assert (before.span_ms, after.span_ms) == (48 + 12, 48 + 5)
-    assert max(most(problem, before)) == max(most(problem, after)) == 6
-
-
-def most(problem, schedule):
-    return [peak.bytes // ACTIVATION for peak in certify(problem, schedule).device]
+    assert max(peaks(before)) == max(peaks(after)) == 6

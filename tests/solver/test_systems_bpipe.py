@@ -5,14 +5,10 @@ from __future__ import annotations
 from math import ceil
 
 import pytest
-from support.problems.units import ACTIVATION, paired, units
+from support.problems.units import paired, peaks, units
 
-from optpipe import Kind, Op, Schedule, certify, check
+from optpipe import Kind, Op, Schedule, check
 from optpipe_solver.systems import generate
-
-
-def peaks(schedule: Schedule) -> list[float]:
-    return [peak.bytes / ACTIVATION for peak in certify(schedule.problem, schedule).device]
 
 
 def moves(schedule: Schedule, kind: Kind) -> list[Op]:
@@ -94,5 +90,5 @@ def test_any_order_of_devices_will_do():
     assert [op.kind.name for op in schedule.programs[1].ops() if op.kind in (Kind.A, Kind.V)][:2] == ["A", "A"]
 
 
-def test_three_stages_hold_no_more_than_the_limit_anyway():
+def test_three_stages_evict_nothing_and_need_no_peers():
     assert check(units(3, 6), generate("bpipe", units(3, 6))) == []

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.problems.units import ACTIVATION, units
+from support.problems.units import peaks, units
 
-from optpipe import Kind, Pair, Problem, Schedule, certify, check
+from optpipe import Kind, Pair, Schedule, check
 from optpipe.model.placement import rechunk
 from optpipe_solver.systems import generate
 
@@ -18,19 +18,12 @@ FACTORS = [1.0, 0.9, 0.75, 2 / 3]  # of F + B = 3: from both in turn down to the
 
 
 def both_ways(p: int, m: int, factor: float | None, times: Any = (1, 1, 1)) -> Schedule:
-    return generate("dualpipe", rechunk(with_factor(units(p, m, times=times), factor), 1, "bidirectional"))
+    problem = units(p, m, times=times).replace(overlap_factor=factor)
+    return generate("dualpipe", rechunk(problem, 1, "bidirectional"))
 
 
 def folded(n: int, m: int, factor: float | None, times: Any = (1, 1, 1)) -> Schedule:
-    return generate("dualpipe-v", with_factor(units(n, m, v=2, shape="v", times=times), factor))
-
-
-def with_factor(problem: Problem, factor: float | None) -> Problem:
-    return problem.replace(overlap_factor=factor)
-
-
-def peaks(schedule: Schedule) -> list[int]:
-    return [peak.bytes for peak in certify(schedule.problem, schedule).device]
+    return generate("dualpipe-v", units(n, m, v=2, shape="v", times=times).replace(overlap_factor=factor))
 
 
 def idle(schedule: Schedule) -> list[float]:
@@ -53,7 +46,7 @@ def test_the_bubble_and_the_activations_are_the_published_ones(p, factor):
             innermost = (m - p - 1) * pair + (p + 1) * 3  # the phases add up to so many pairs and so much alone
             assert schedule.makespan_ms == pytest.approx(published(p, pair) + innermost)
             assert max(idle(schedule)) == pytest.approx(published(p, pair))
-            assert peaks(schedule) == [(p + 1) * ACTIVATION] * len(schedule.programs)
+            assert peaks(schedule) == [p + 1] * len(schedule.programs)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -76,7 +69,7 @@ def test_unpaired_the_bubble_is_half_of_it(p):
     for schedule in (both_ways(p, 2 * p, None), folded(p // 2, 2 * p, None)):
         assert not any(isinstance(item, Pair) for program in schedule.programs for item in program)
         assert idle(schedule) == [published(p, 3) / 2] * len(schedule.programs)
-        assert peaks(schedule) == [(p + 1) * ACTIVATION] * len(schedule.programs)
+        assert peaks(schedule) == [p + 1] * len(schedule.programs)
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (4, 10), (8, 21)])

@@ -1,4 +1,4 @@
-"""PipeOffload: GIS and GIS-H by their formulas, PO-H and PO-F by theirs and with every sort of link."""
+"""PipeOffload: GIS and GIS-H by their formulas, PO-H and PO-F by theirs and with every sort of link; Algorithm 1."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.problems.strategies import looped
-from support.problems.units import ACTIVATION, units
+from support.problems.units import ACTIVATION, peaks, unevenly, units
 
-from optpipe import Kind, Problem, Schedule, certify, check
+from optpipe import Kind, Op, Problem, Schedule, check
+from optpipe.model.program import of_kinds
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.block import collisions, slots
-from optpipe_solver.systems.pipeoffload import fill, longest_lived, pipe_offload, staggered, uniform_block
+from optpipe_solver.systems.pipeoffload import fill, fills, pipe_offload, staggered, uniform_block
 
 DOCS = Path(__file__).parents[2] / "docs"
 SYSTEMS = ("gis", "gis-h", "po-h", "po-f")
@@ -33,10 +34,7 @@ def test_gis_has_the_published_peaks_and_bubble_for_every_group(d, v, times):
         problem = units(d, m, v=v, times=times)
         schedule = generate(f"gis:group={g}", problem)
         assert check(problem, schedule) == []
-        assert certify(problem, schedule).device[0].bytes == max(
-            peak.bytes for peak in certify(problem, schedule).device
-        )
-        assert certify(problem, schedule).device[0].bytes == min(m * v, g * (v - 1) + d) * ACTIVATION
+        assert max(peaks(schedule)) == peaks(schedule)[0] == min(m * v, g * (v - 1) + d)
         if d * max(f, b) <= g * (
             f + b + w
         ):  # a forward, and a backward, passes all devices while a group takes its turn
@@ -52,8 +50,8 @@ def test_gis_and_gis_h_are_those_of_table_1(d, v, held):
     work = m * v * (f + b + w)
     assert gis.makespan_ms - work == (d - 1) * (f + b)
     assert gis_h.makespan_ms - work == (d - 1) * (f + b) + (v - 1) * d / 2 * (f + b - w)
-    assert certify(gis.problem, gis).device[0].bytes == d * v * ACTIVATION  # M
-    assert certify(gis_h.problem, gis_h).device[0].bytes == (d / 2 * (v - 1) + d) * ACTIVATION  # (v + 1) / 2v of it
+    assert peaks(gis)[0] == d * v  # M
+    assert peaks(gis_h)[0] == d / 2 * (v - 1) + d  # (v + 1) / 2v of it
 
 
 def test_gis_begins_with_the_published_number_of_forwards():
@@ -74,37 +72,24 @@ def test_the_last_group_may_be_smaller(data):
     assert check(problem, schedule) == []
     full = generate(f"gis-h:group={g}", problem.replace(microbatches=-(-m // g) * g))
     assert schedule.makespan_ms <= full.makespan_ms
-    assert (
-        certify(problem, schedule).device[0].bytes
-        <= certify(full.problem, full).device[0].bytes
-        <= (g * (v - 1) + d) * ACTIVATION
-    )
+    assert peaks(schedule)[0] <= peaks(full)[0] <= g * (v - 1) + d
 
 
 def offloading(
     d: int, m: int, v: int = 1, k: float = 1.0, times: tuple[float, float, float] = (1, 1, 1), **costs: object
 ) -> Problem:
     """The paper's unit model with a link whose round trip takes k times F + B + W."""
-    away = {"offload_ms": k * sum(times) / 2, "reload_ms": k * sum(times) / 2, "offload_bytes": ACTIVATION}
-    return units(d, m, v=v, times=times, **away, **costs)
+    return units(d, m, v=v, times=times, offload=(k * sum(times) / 2, k * sum(times) / 2, ACTIVATION), **costs)
 
 
-def peak(schedule: Schedule) -> float:
-    """The activations that the fullest device holds."""
-    return max(peak.bytes for peak in certify(schedule.problem, schedule).device) / ACTIVATION
+def fullest(schedule: Schedule) -> float:
+    return max(peaks(schedule))
 
 
-def transfers(schedule: Schedule) -> list[tuple[float, float, int, Kind]]:
-    """When each starts and ends, where, and which way it goes."""
+def transfers_ms(schedule: Schedule) -> list[float]:
+    """How long each offload and reload lasts."""
     timeline = schedule.timeline
-    rows = zip(
-        timeline.start.tolist(),
-        timeline.end.tolist(),
-        timeline.device.tolist(),
-        timeline.table[:, 0].tolist(),
-        strict=True,
-    )
-    return sorted((start, end, d, Kind(kind)) for start, end, d, kind in rows if kind in (Kind.O, Kind.R))
+    return (timeline.end - timeline.start)[of_kinds(timeline.table, Kind.O, Kind.R)].tolist()
 
 
 def fits(d: int, times: tuple[float, float, float]) -> bool:
@@ -143,8 +128,8 @@ def test_po_h_and_po_f_hold_what_the_paper_says_where_k_is_at_most_1(d, v, m, k,
         assert check(problem, schedule) == []
         assert bubble(schedule) <= v * d - 1 + 1e-6
         assert bubble(schedule) <= v * (d - 1) + 1e-6 or not inside or (d, v) == (3, 2)
-    assert peak(half) <= (v + 2) / 8 * d + (3.5 if inside else 3 + 3 / 8 * max(0, v - 2))
-    assert peak(full) <= 3
+    assert fullest(half) <= (v + 2) / 8 * d + (3.5 if inside else 3 + 3 / 8 * max(0, v - 2))
+    assert fullest(full) <= 3
 
 
 def test_where_the_bubble_is_the_bound():
@@ -157,8 +142,8 @@ def test_where_the_bubble_is_the_bound():
 def test_at_large_p_po_h_needs_the_published_share():
     problem = offloading(32, 33, 8)
     half, none = (8 + 2) / (8 * 8) * 32 * 8, (8 + 1) / (2 * 8) * 32 * 8  # of M = dv, and GIS-H's share of it
-    assert half <= peak(generate("po-h", problem)) <= half + 3 + 6 * 3 / 8
-    assert none <= peak(pipe_offload(problem, 0)) <= 1.05 * none
+    assert half <= fullest(generate("po-h", problem)) <= half + 3 + 6 * 3 / 8
+    assert none <= fullest(pipe_offload(problem, 0)) <= 1.05 * none
 
 
 @pytest.mark.parametrize(("d", "v"), list(product((1, 2, 3, 4, 7, 8), (1, 2, 3, 4, 6))))
@@ -178,28 +163,23 @@ def test_the_block_repeats_without_collisions(d, v):
 
 
 def test_what_lives_longest_leaves_first():
-    lives = [(1.0, 4.0), (2.0, 12.0), (3.0, 3.0), (0.0, 10.0)]
-    assert longest_lived(range(4), lives) == [1, 3, 0, 2]
-    gone = {
-        op.stage for program in generate("po-h", offloading(4, 8, 3)).programs for op in program if op.kind is Kind.O
-    }
-    assert gone == set(range(8))  # two of three stages a device, the first ones
-    stuck = offloading(4, 8, 3)
+    able = offloading(4, 8, 3)
     stay = {"offload_ms": None, "reload_ms": None, "offload_bytes": None}
-    stuck = stuck.replace(
-        stages=[stage.model_copy(update=stay if s < 4 else {}) for s, stage in enumerate(stuck.stages)]
+    stuck = able.replace(stages=[stage.model_copy(update=stay if s < 4 else {}) for s, stage in enumerate(able.stages)])
+    gone, then = (
+        {op.stage for program in generate("po-h", problem).programs for op in program if op.kind is Kind.O}
+        for problem in (able, stuck)
     )
-    gone = {op.stage for program in generate("po-h", stuck).programs for op in program if op.kind is Kind.O}
-    assert gone <= set(range(4, 12))
-    assert gone >= set(range(4, 8))
+    assert gone == set(range(8))  # two of three stages a device, the first ones
+    assert set(range(4, 8)) <= then <= set(range(4, 12))
 
 
 def test_half_of_the_stages_offloaded_leaves_about_a_quarter():
-    peaks = [peak(pipe_offload(offloading(8, 8, 16, 0.2), leaving)) for leaving in range(17)]
-    assert 0.2 < peaks[8] / peaks[0] < 0.3
-    line = [peaks[0] + (peaks[-1] - peaks[0]) * n / 16 for n in range(17)]
-    assert all(at < straight - 2 for at, straight in zip(peaks[1:-1], line[1:-1], strict=True) if straight > 6)
-    saved = [a - b for a, b in pairwise(peaks)]
+    most = [fullest(pipe_offload(offloading(8, 8, 16, 0.2), leaving)) for leaving in range(17)]
+    assert 0.2 < most[8] / most[0] < 0.3
+    line = [most[0] + (most[-1] - most[0]) * n / 16 for n in range(17)]
+    assert all(at < straight - 2 for at, straight in zip(most[1:-1], line[1:-1], strict=True) if straight > 6)
+    saved = [a - b for a, b in pairwise(most)]
     assert all(a + 1 >= b for a, b in pairwise(saved))  # each stage saves less than the one before
     assert saved[0] > 4 * saved[-1] > 0
 
@@ -209,7 +189,7 @@ def test_the_page_tells_the_peaks():
     for row in re.findall(r"^\| (\d) ((?:\| \d+(?: / \d+){3} )+)\|$", page, re.MULTILINE):
         for d, cell in zip((4, 8, 16, 32), row[1].strip("| ").split("|"), strict=True):
             problem = offloading(d, d + 2, int(row[0]))
-            assert [f"{peak(generate(name, problem)):g}" for name in SYSTEMS] == cell.strip().split(" / ")
+            assert [f"{fullest(generate(name, problem)):g}" for name in SYSTEMS] == cell.strip().split(" / ")
     assert page.count(" / 3 |") == 16
 
 
@@ -222,7 +202,7 @@ def test_devices_on_one_link_take_complementary_slots(mode):
     schedule = generate("po-f", problem)
     assert check(problem, schedule) == []
     own = generate("po-f", offloading(4, 8, 2, 0.5))
-    assert peak(schedule) <= peak(own) + 1
+    assert fullest(schedule) <= fullest(own) + 1
     (first, there), (second, back) = staggered([(2, 3), (2, 3)], 10.0, 12.0, mode == "half_duplex")
     assert (first.first, second.first) == (10, 16)
     assert (back.first, there.first) == (13, 19)  # each reload ends where the next one's offload begins
@@ -246,24 +226,23 @@ def test_slots_are_filled_from_both_ends():
 
 @pytest.mark.parametrize("v", [1, 2, 3])
 def test_on_a_slow_link_what_finds_no_slot_stays(v):
-    shares, peaks = [], []
+    shares, most = [], []
     for k in (1.0, 1.25, 2.0, 3.0, 40.0):
         schedule = generate("po-f", offloading(8, 24, v, k))
         assert check(schedule.problem, schedule) == []
-        shares.append(len(transfers(schedule)) / (2 * 8 * 24 * v))
-        peaks.append(peak(schedule))
+        shares.append(len(transfers_ms(schedule)) / (2 * 8 * 24 * v))
+        most.append(fullest(schedule))
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] == 0.0  # nobody lives for so long
     assert v == 1 or all(share > 0.8 / k for share, k in zip(shares, (1.0, 1.25, 2.0, 3.0), strict=False))
-    assert max(peaks[:3]) < peaks[-1] == peak(pipe_offload(offloading(8, 24, v), 0))
+    assert max(most[:3]) < most[-1] == fullest(pipe_offload(offloading(8, 24, v), 0))
 
 
 def test_parts_leave_one_by_one():
     whole, parts = (generate("po-f", offloading(8, 16, 2, 1.5, offload_parts=n)) for n in (1, 3))
     assert check(parts.problem, parts) == []
-    assert peak(parts) < peak(whole)
-    per_part = 1.5 * 3 / 2 / 3
-    assert {round(end - start, 6) for start, end, _, _ in transfers(parts)} == {per_part}
+    assert fullest(parts) < fullest(whole)
+    assert {round(ms, 6) for ms in transfers_ms(parts)} == {1.5 * 3 / 2 / 3}
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -277,3 +256,48 @@ def test_any_stages_have_a_schedule_and_transfers_delay_nothing_beyond_the_block
             v = len(problem.stages) // len(problem.devices)
             end = max(block.weight or []) + block.lasts[2] + (problem.microbatches - 1) * v * slot_ms
             assert schedule.makespan_ms <= end + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "expected"),
+    [
+        # By hand, F = B = W = 1 and offloads of 0.5: EstStart(B_{s,0}) is 7, 6, 5, 4. A stage's forwards start every
+        # 1.5, as each waits for the offload before it, and the m-th is refused when 1.5 m + 0.5 + s >= EstStart + T.
+        (0, [5, 3, 2, 1]),
+        (1, [5, 4, 3, 1]),
+        (3, [7, 5, 4, 3]),
+        (100, [9, 9, 9, 9]),
+    ],
+)
+def test_steps_1_and_2_of_algorithm_1_by_hand(tolerance: int, expected: list[int]) -> None:
+    problem = offloading(4, 9, k=1 / 3)
+    assert fills(problem, tolerance) == expected
+    schedule = generate(f"algorithm-1:tolerance={tolerance}", problem)
+    for s, count in enumerate(expected):
+        kinds = [op.kind for op in schedule.programs[s].ops() if op.kind in (Kind.F, Kind.B)]
+        assert kinds.index(Kind.B) == count
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data())
+def test_algorithm_1_runs_whatever_the_times_and_the_tolerance(data: st.DataObject) -> None:
+    p, m, T = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 20))
+    problem = unevenly(data.draw, offloading(p, m, k=data.draw(st.sampled_from([0.0, 1 / 3, 2.0]))))
+    schedule = generate(f"algorithm-1:tolerance={T}", problem)
+    assert check(problem, schedule) == []
+    assert fullest(schedule) <= 4
+    timeline = schedule.timeline
+    at = {timeline.rows.op(row): row for row in range(len(timeline.rows))}
+    for s, count in enumerate(fills(problem, T)):
+        for j, after in pairwise(range(count)):  # line 18
+            offload = Op(Kind.O, s, j)
+            if offload in at:
+                assert timeline.start[at[Op(Kind.F, s, after)]] >= timeline.end[at[offload]] - 1e-9
+
+
+def test_where_nothing_can_leave_algorithm_1_is_1f1b_with_a_longer_warm_up() -> None:
+    problem = units(4, 9)
+    assert fills(problem, 0) == [7, 5, 3, 1]
+    assert not [
+        op for program in generate("algorithm-1", problem).programs for op in program.ops() if op.kind == Kind.O
+    ]

@@ -1,4 +1,5 @@
-"""Every published schedule is valid on stages of any times, on any devices, and holds what it holds on even ones."""
+"""Every published schedule is valid on stages of any times, on any devices, and holds what it holds on even ones; which
+stages those are."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.problems.units import ACTIVATION, paired, unevenly, units
+from support.problems.units import ACTIVATION, paired, peaks, unevenly, units
 
-from optpipe import InputError, Problem, Schedule, certify, check
-from optpipe.model.placement import rechunk
+from optpipe import InputError, Problem, check
+from optpipe.model.placement import Placement, rechunk
 from optpipe_solver.systems import SYSTEMS, System, generate
+from optpipe_solver.systems.classic import one_f_one_b
 
-COSTS: dict[str, Any] = {"recompute_ms": 1.0, "checkpoint_bytes": 0, "offload": (0.5, 0.5, ACTIVATION)}
-COSTS |= {"gradient_out_ms": 1.0, "update_ms": 2.0, "parameters_in_ms": 1.0}
+COSTS: dict[str, Any] = {"recompute": (1, 0), "offload": (0.5, 0.5, ACTIVATION), "update": (1, 2, 1)}
 METHODS = [*SYSTEMS, "1f1b-recompute:every=2", "algorithm-1:tolerance=9", "chronos-recomp:recomputed=2"]
 METHODS += ["chronos-zero2:group=5"]
 ORDERED_BY_TIMES = ("po-h", "po-f", "algorithm-1", "v-auto")
@@ -44,10 +45,6 @@ def stages_for(system: System, draw: Any, p: int, m: int) -> tuple[Problem, Prob
     return next(both), next(both)
 
 
-def peak_bytes(schedule: Schedule) -> int:
-    return max(peak.bytes for peak in certify(schedule.problem, schedule).device)
-
-
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), p=st.integers(1, 6), m=st.integers(1, 16))
@@ -57,18 +54,23 @@ def test_any_stages_have_a_valid_schedule(method: str, data: Any, p: int, m: int
     schedule = generate(method, uneven)
     assert check(uneven, schedule) == []
     if name not in ORDERED_BY_TIMES:
-        assert peak_bytes(schedule) <= peak_bytes(generate(method, even))
+        assert max(peaks(schedule)) <= max(peaks(generate(method, even)))
 
 
 ROW, LOOPED = units(4, 8), units(4, 8, v=2)
 PEERS = [{"activation_budget_bytes": 10**9, "peer": (d + 1) % 4} for d in range(4)]
-ON_HOST = units(4, 8, v=2, gradient_out_ms=1.0, update_ms=1.0, parameters_in_ms=1.0)
+ON_HOST = units(4, 8, v=2, update=(1, 1, 1))
 
 
 @pytest.mark.parametrize(
     ("method", "problem", "sentence"),
     [
-        ("1f1b", LOOPED, "1f1b needs one stage a device, all in one row: the problem has other stages"),
+        (
+            "1f1b",
+            LOOPED,
+            "1f1b needs one stage a device, all in one row: the problem has other stages (with all placements it is "
+            "given them)",
+        ),
         ("interleaved", ROW, "interleaved needs 2 or more looped stages a device: the problem has other stages"),
         ("1f1b-recompute", ROW, "stages[0].recompute_ms is missing: 1f1b-recompute drops activations of every stage"),
         ("1f1b-recompute:every=0", ROW, "every = 0: 1f1b-recompute computes every micro-batch again (1)"),
@@ -107,3 +109,58 @@ def test_what_a_paper_excludes_is_one_sentence(method: str, problem: Problem, se
 def test_on_stages_that_are_not_both_ways_dualpipe_asks_for_the_overlap() -> None:
     with pytest.raises(InputError, match=r"^overlap_factor is missing: on stages not given both ways, dualpipe holds"):
         generate("dualpipe", ROW, placements="all")
+
+
+IN_A_ROW = System("row", "", one_f_one_b)
+IN_LOOPS = System("looped", "", one_f_one_b, least=2, most=None, chunks=2)
+IN_A_V = System("v", "", one_f_one_b, least=2, most=2, chunks=2, shape="v")
+TWO_WAYS = System("two-ways", "", one_f_one_b, shape="bidirectional")
+
+PROBLEMS = {
+    "row": units(4, 6),
+    "looped": units(4, 6, v=2),
+    "v": units(4, 6, v=2, shape="v"),
+    "two-ways": rechunk(units(4, 6), 1, "bidirectional"),
+}
+
+
+@pytest.mark.parametrize("system", [IN_A_ROW, IN_LOOPS, IN_A_V, TWO_WAYS], ids=lambda system: system.name)
+def test_only_its_own_stages_count_as_such(system):
+    for name, problem in PROBLEMS.items():
+        if name == system.name:
+            assert system.placement(problem, "keep") is None
+        else:
+            with pytest.raises(InputError, match=f"^{system.name} needs "):
+                system.placement(problem, "keep")
+
+
+def test_two_ways_may_be_taken_in_any_order_and_cost_something_else():
+    problem = PROBLEMS["two-ways"].replace(microbatch_routes=[1, 1, 0, 1, 1, 1])
+    uneven = [stage.model_dump(exclude_none=True) | {"forward_ms": 1.0 + s} for s, stage in enumerate(problem.stages)]
+    assert TWO_WAYS.placement(problem.replace(stages=uneven), "keep") is None
+    turned = [stage.model_dump(exclude_none=True) | {"device": stage.device ^ 1} for stage in problem.stages[4:]]
+    with pytest.raises(InputError, match=r"^two-ways needs one stage a device each way, on two routes"):
+        TWO_WAYS.placement(problem.replace(stages=[*problem.stages[:4], *turned]), "keep")
+
+
+def test_what_it_is_given_is_its_own():
+    row = PROBLEMS["row"].replace(overlap_factor=0.9)
+    for system in (IN_LOOPS, IN_A_V, TWO_WAYS):
+        placement = system.placement(row, "all")
+        assert placement == Placement(chunks=system.chunks, shape=system.shape)
+        assert system.placement(placement.apply(row), "keep") is None
+
+
+def test_where_it_may_choose_it_takes_as_many_chunks_as_it_would_if_the_layers_allow():
+    system = System("any", "", one_f_one_b, most=None, chunks=2)
+    row = PROBLEMS["row"]
+    assert system.placement(row, "keep") is None
+    assert system.placement(row, "all") == Placement(chunks=2)
+    assert system.placement(units(4, 6, v=3), "all") is None
+    layers = [stage.model_dump(exclude={"device"}, exclude_none=True) for stage in row.stages]
+    assert system.placement(row.replace(layers=layers), "all") is None
+
+
+def test_of_two_ways_no_other_stages_are_made():
+    with pytest.raises(InputError, match=r"^routes: there are 2, a placement is for one route only"):
+        IN_LOOPS.placement(PROBLEMS["two-ways"], "all").apply(PROBLEMS["two-ways"])

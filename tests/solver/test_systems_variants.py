@@ -4,6 +4,7 @@ answer."""
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from support.examples import examples
+from support.frames import bounds, notes, schedules
+from support.problems import with_budgets
 from support.problems.strategies import problems
 from support.problems.units import units
 
 from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
-from optpipe.process.protocol import Bound, Incumbent, Note, Request
+from optpipe.process.protocol import Request
 from optpipe_solver import clock, systems, tuning
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, heuristic_runs
 from optpipe_solver.systems import SYSTEMS, System, variants
@@ -32,7 +35,7 @@ def no_engines(monkeypatch):
 
 def tight() -> Problem:
     """Memory for two activations: what holds more does not fit, and nothing reaches the bound."""
-    return units(4, 8).replace(devices=[{"activation_budget_bytes": 2000}] * 4)
+    return with_budgets(units(4, 8), 2000)
 
 
 def answer(problem: Problem, **asked: Any) -> tuple[Schedule | None, float]:
@@ -41,36 +44,27 @@ def answer(problem: Problem, **asked: Any) -> tuple[Schedule | None, float]:
     frames: list[object] = []
     search = PlacementSearch if request.placements == "all" else Portfolio
     search(request, frames.append).run()
-    assert not any("gives no schedule" in frame.text for frame in frames if isinstance(frame, Note))
-    found = [frame for frame in frames if isinstance(frame, Incumbent)]
-    bounds = [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
-    return (found[-1].schedule.schedule(problem, found[-1].method) if found else None), max(bounds, default=0.0)
+    assert not any("gives no schedule" in text for text in notes(frames))
+    return (schedules(frames, problem) or [None])[-1], max(bounds(frames), default=0.0)
 
 
 def fitting(problem: Problem, placements: str) -> list[Schedule]:
     """Of every system, with every choice of its parameters that a search tries."""
     found = []
     for name in SYSTEMS:
-        try:
+        with suppress(OptPipeError):
             plain = systems.generate(name, problem, placements)
-        except OptPipeError:
-            continue
-        for method in variants(plain.problem):
-            if method.partition(":")[0] == name:
-                try:
-                    found.append(systems.generate(method, problem, placements))
-                except InputError:
-                    continue
+            for method in variants(plain.problem):
+                if method.partition(":")[0] == name:
+                    with suppress(InputError):
+                        found.append(systems.generate(method, problem, placements))
     return [schedule for schedule in found if check(schedule.problem, schedule) == []]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.json")), ids=lambda path: path.stem)
 def test_no_system_that_fits_is_better_than_the_answer(path):
     problem = Problem.load(path)
-    ample = problem.replace(
-        devices=[device.model_copy(update={"activation_budget_bytes": 10**15}) for device in problem.devices]
-    )
-    for one in (problem, ample):
+    for one in (problem, with_budgets(problem, 10**15)):
         best, _ = answer(one)
         assert all(best.makespan_ms <= schedule.makespan_ms * (1 + 1e-9) for schedule in fitting(one, "keep"))
 
@@ -85,12 +79,7 @@ def test_no_system_that_fits_is_better_than_the_answer(path):
 )
 def test_nor_on_the_stages_that_it_needs_where_placements_are_free(name, factor):
     problem = Problem.load(EXAMPLES / f"{name}.json").replace(overlap_factor=factor)
-    for one in (
-        problem,
-        problem.replace(
-            devices=[device.model_copy(update={"activation_budget_bytes": 10**15}) for device in problem.devices]
-        ),
-    ):
+    for one in (problem, with_budgets(problem, 10**15)):
         best, bound = answer(one, placements="all")
         rivals = fitting(one, "all")
         if factor is None:  # one chunk each way is a placement to search only where forwards run beside backwards
@@ -142,10 +131,10 @@ def test_what_needs_stages_of_its_own_gets_them_and_the_bound_is_one_for_all():
 
 
 def test_one_that_does_not_fit_its_stages_says_what_it_lacks():
-    small = units(4, 8).replace(devices=[{"activation_budget_bytes": 1500}] * 4)
+    small = with_budgets(units(4, 8), 1500)
     frames: list[object] = []
     PlacementSearch(Request(problem=small, method="zb-v", placements="all", time_limit_s=5.0), frames.append).run()
-    (note,) = (frame.text for frame in frames if isinstance(frame, Note))
+    (note,) = notes(frames)
     assert note.startswith("2 chunks a device, V-shaped: zb-v gives no schedule: device ")
     assert note.endswith(" and has 1.5 kB")
     with pytest.raises(InputError, match=r"^method = 'zb-w': the methods are auto, naive, "):
@@ -163,9 +152,7 @@ def test_what_does_not_fit_is_no_news_but_what_breaks_is(monkeypatch):
         monkeypatch.setitem(SYSTEMS, name, System(name, "a test", build))
     frames: list[object] = []
     Portfolio(Request(problem=tight(), time_limit_s=60.0), frames.append).run()
-    assert [frame.text for frame in frames if isinstance(frame, Note)] == [
-        "broken gives no schedule: ZeroDivisionError: oh"
-    ]
+    assert notes(frames) == ["broken gives no schedule: ZeroDivisionError: oh"]
 
 
 def test_a_named_method_is_not_joined_by_others(monkeypatch):
@@ -189,4 +176,4 @@ def test_published_systems_stop_when_half_of_the_time_is_over(monkeypatch):
     frames: list[object] = []
     Portfolio(Request(problem=tight(), time_limit_s=60.0), frames.append).run()
     assert len(made) == 1
-    assert any(isinstance(frame, Incumbent) for frame in frames)
+    assert schedules(frames, tight())

@@ -33,22 +33,12 @@ LEAST_CHANCE = 0.3  # of every breadth to be chosen, as a share of the best one'
 
 @dataclass
 class Breadth:
-    """A size of windows: how many neighbouring devices are free at a time, with how many compute ops.
-
-    Attributes
-    ----------
-    most_ops
-        Compute ops of that many devices.
-    ops
-        Compute ops of a window.
-    score
-        What such windows gained of late, in ms per second.
-    """
+    """A size of windows: how many neighbouring devices are free at a time, with how many compute ops."""
 
     devices: int
-    most_ops: int
-    ops: float = FIRST_OPS
-    score: float = 0.0
+    most_ops: int  # of that many devices
+    ops: float = FIRST_OPS  # of a window
+    score: float = 0.0  # what such windows gained of late, in ms per second
 
     def learn(self, gained_ms: float, used_s: float, proven: bool, quick_s: float) -> None:
         """Learn from one window whether such windows pay, and whether to try larger or smaller ones."""
@@ -75,10 +65,9 @@ class WindowChoice:
         """A window of the incumbent, and its breadth."""
         least = max(1e-9, *(breadth.score for breadth in self.breadths)) * LEAST_CHANCE
         breadth = self.random.choices(self.breadths, [breadth.score + least for breadth in self.breadths])[0]
-        idle = list(self._idle(incumbent))
-        device, begin, end = (
-            self.random.choices(idle, [end - begin for _, begin, end in idle])[0] if idle else (0, 0, incumbent.end)
-        )
+        device, begin, end = 0, 0, incumbent.end
+        if idle := list(self._idle(incumbent)):
+            device, begin, end = self.random.choices(idle, [end - begin for _, begin, end in idle])[0]
         return breadth, self._window_near(incumbent, breadth, device, self.random.randint(begin, end))
 
     def learn(self, breadth: Breadth, gained_ms: float, used_s: float, proven: bool) -> None:

@@ -1,17 +1,23 @@
-"""`Candidate`: one way to train the model, with its bound and its best schedule."""
+"""`Candidate`: one way to train the model, with its bound and its best schedule; and how sure it is that one is faster
+than another (`difference`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import log, sqrt
 from statistics import mean
+from typing import NamedTuple
 
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
+from optpipe.model.arrays import Floats
 from optpipe.model.figures import one_for_all
 from optpipe.model.placement import NAMES
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.transformer.calibrate import UNEXPLAINED, gradient, ratio_variances
 from optpipe.transformer.estimate import MEASURED_PEAKS, Estimate
+from optpipe.transformer.gpu import Gpu
 from optpipe_solver.bounds.least_memory import least_memory
 
 ROOMY = 2**50  # bytes, more than any GPU needs
@@ -191,3 +197,58 @@ class Candidate:
         words += [f"recompute {run.recompute}"] if run.recompute != "none" else []
         words += ["layers balanced by time"] if parallelism.layers else []
         return ", ".join(words)
+
+
+class Difference(NamedTuple):
+    """How much longer another candidate takes than the best one.
+
+    Attributes
+    ----------
+    longer
+        The logarithm of its predicted iteration over that of the best one; without a schedule, of its bound.
+    spread
+        The standard deviation of that logarithm.
+    variance
+        What of its variance comes from each parameter, and from what is unexplained of both: shares that add up to 1.
+    """
+
+    longer: float
+    spread: float
+    variance: dict[str, float]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is less than one standard deviation: the two are equal as far as is known."""
+        return self.longer < self.spread
+
+    @property
+    def largest(self) -> str:
+        """The parameter, or `UNEXPLAINED`, that most of the variance comes from."""
+        return max(self.variance, key=lambda name: self.variance[name])
+
+
+def difference(best: Candidate, other: Candidate) -> Difference:
+    """Compare a candidate with the best one; derivatives are by differences.
+
+    Both are predicted with the same parameters, so that what is uncertain of these counts only as far as the candidates
+    depend on them differently.
+    """
+
+    def sensitivity(candidate: Candidate) -> Floats:
+        """How the iteration depends on the parameters: waiting grows like the work of the busiest device."""
+        estimate = candidate.estimate
+        stretched = (candidate.least_ms - estimate.after_ms) / max(estimate.busy_ms)
+
+        def predict(gpu: Gpu) -> float:
+            other = estimate.on(gpu)
+            return stretched * max(other.busy_ms) + other.after_ms
+
+        return gradient(predict, best.estimate.gpu)
+
+    variances = ratio_variances(best.estimate.gpu, sensitivity(other) - sensitivity(best))
+    total = sum(variances.values())
+    return Difference(
+        longer=log(other.least_ms / best.least_ms),
+        spread=sqrt(total),
+        variance={name: each / total for name, each in variances.items()} if total else {UNEXPLAINED: 1.0},
+    )

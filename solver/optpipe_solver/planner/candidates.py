@@ -1,25 +1,36 @@
-"""What a plan chooses from: divisions of the model over GPUs, micro-batches, recomputation, layers of stages."""
+"""What a plan chooses from: divisions of the model over GPUs, micro-batches, recomputation, layers of stages.
+
+`Today` is what runs today, such as `tp 8, pp 4, 1f1b`: where a plan starts, and what it is compared with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OptPipeError
 from optpipe.model.placement import Shape, even_cuts
 from optpipe.model.problem import MAX_MICROBATCHES
-from optpipe.model.records import OFFLOAD, RECOMPUTE, Document, StageCosts
+from optpipe.model.records import OFFLOAD, RECOMPUTE, Document
+from optpipe.schedule import Schedule
+from optpipe.text import distinct_sizes
 from optpipe.transformer.estimate import Estimate, estimate, even_layers
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
 from optpipe.transformer.work import LEVELS
 from optpipe_solver import tuning
 from optpipe_solver.planner.candidate import ROOMY, Candidate
+from optpipe_solver.systems import SYSTEMS, generate
 
 Stack = Literal["optpipe", "torch", "megatron"]
+DEGREES = ("tp", "pp", "dp", "cp", "ep", "chunks", "sequences")  # sequences of one micro-batch
+_PART = re.compile(rf"({'|'.join(DEGREES)})[ =]*([1-9][0-9]{{0,5}})")
 
 
 class Question(Document):
@@ -78,9 +89,21 @@ def candidates(question: Question) -> list[Candidate]:
         If no division suits the number of GPUs, the model and the batch.
     """
     every = [Candidate(estimated, question.cannot) for estimated in _estimates(question)]
-    if not every:
-        raise InputError(_why_none(question))
-    return sorted(every, key=lambda candidate: (candidate.bound_ms, candidate.estimate.parallelism.stages))
+    if every:
+        return sorted(every, key=lambda candidate: (candidate.bound_ms, candidate.estimate.parallelism.stages))
+    model, gpus = question.model, question.gpus
+    any_batch = question.model_copy(update={"batch": gpus})  # every dp divides it
+    replicas = sorted({division["dp"] for division in _divisions(any_batch)})
+    limit = f"; {question.limit}" if question.limit else ""
+    if replicas:
+        raise InputError(
+            f"batch = {question.batch}: {gpus} GPUs make {' or '.join(map(str, replicas))} replicas of "
+            f"{model.name or 'the model'}, a multiple of {replicas[0]} sequences would be right{limit}"
+        )
+    raise InputError(
+        f"gpus = {gpus}: cannot be divided into stages of {model.layers} layers, into tp of at most "
+        f"{question.gpu.gpus_per_node} that divides {model.heads} heads, and replicas{limit}"
+    )
 
 
 def _estimates(question: Question) -> Iterator[Estimate]:
@@ -100,8 +123,9 @@ def _estimates(question: Question) -> Iterator[Estimate]:
             size
             for size in tuning.MICROBATCH_SIZES
             if replica_batch % size == 0 and least <= replica_batch // size <= MAX_MICROBATCHES
+            if gcd(size, cp) == 1  # else replicas of smaller micro-batches are better
         )
-        for size in (size for size in sizes if gcd(size, cp) == 1):  # else replicas of smaller micro-batches are better
+        for size in sizes:
             for recompute in _recomputations(question):
                 chosen = {"microbatches": replica_batch // size, "microbatch_size": size, "recompute": recompute}
                 run = question.run.model_copy(update=chosen)
@@ -112,8 +136,11 @@ def _estimates(question: Question) -> Iterator[Estimate]:
                     estimated = pieces[costs].divided(even, run)
                     yield estimated
                     key = *costs[:-1], even.stages
-                    if key not in balanced:
-                        balanced[key] = _balanced(estimated)
+                    if key not in balanced:  # so that the longest stage is as short as possible
+                        cuts = list(even_cuts(estimated.layers, [ROOMY] * even.stages))
+                        cuts[0] -= 1  # the embedding, and at the end the head, are no layers
+                        cuts[-1] -= 1
+                        balanced[key] = tuple(cuts)
                     if balanced[key] != even_layers(model.layers, even.stages):
                         yield estimated.divided(even.model_copy(update={"layers": balanced[key]}), run)
 
@@ -166,30 +193,88 @@ def _recomputations(question: Question) -> tuple[Recompute, ...]:
     return tuple(level for level in LEVELS if level not in left_out)
 
 
-def _balanced(even: Estimate) -> tuple[int, ...]:
-    """The layers of each stage so that the longest stage is as short as possible, embedding and head counted."""
-    costs: list[StageCosts] = even.layers
-    cuts = list(even_cuts(costs, [ROOMY] * even.parallelism.stages))
-    cuts[0] -= 1
-    cuts[-1] -= 1
-    return tuple(cuts)
-
-
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _why_none(question: Question) -> str:
-    """Why there is no candidate: the batch, or the number of GPUs."""
-    free = question.model_copy(update={"batch": question.gpus})  # every dp divides it
-    replicas = sorted({division["dp"] for division in _divisions(free)})
-    limit = f"; {question.limit}" if question.limit else ""
-    if replicas:
-        return (
-            f"batch = {question.batch}: {question.gpus} GPUs make {' or '.join(map(str, replicas))} replicas of "
-            f"{question.model.name or 'the model'}, a multiple of {replicas[0]} sequences would be right{limit}"
-        )
-    return (
-        f"gpus = {question.gpus}: cannot be divided into stages of {question.model.layers} layers, into tp of at most "
-        f"{question.gpu.gpus_per_node} that divides {question.model.heads} heads, and replicas{limit}"
+@dataclass(frozen=True)
+class Today:
+    """A division as far as it is given, and the published schedule that runs on it."""
+
+    text: str
+    degrees: Mapping[str, int]
+    method: str = "1f1b"
+    recompute: str = "none"
+
+    @classmethod
+    def read(cls, text: str) -> Today:
+        """Read parts with commas between. Raises InputError for one that is none of them."""
+        degrees: dict[str, int] = {}
+        method, recompute = "1f1b", "none"
+        for part in (part.strip().lower() for part in text.split(",")):
+            if found := _PART.fullmatch(part):
+                degrees[found[1]] = int(found[2])
+            elif part in SYSTEMS:
+                method = part
+            elif part.startswith("recompute ") and part.split()[-1] in LEVELS:
+                recompute = part.split()[-1]
+            else:
+                raise InputError(
+                    f"today = {text!r}: {part!r} is neither a number of {', '.join(DEGREES)} such as pp 4, nor a "
+                    f"published schedule such as 1f1b, nor recompute {', '.join(LEVELS)}"
+                )
+        return cls(text, degrees, method, recompute)
+
+    def is_one(self, candidate: Candidate) -> bool:
+        """Whether a candidate is divided so; what is not given is free, but for chunks and layers."""
+        parallelism, run = candidate.estimate.parallelism, candidate.estimate.run
+        has = {"sequences": run.microbatch_size, **parallelism.model_dump(include=set(DEGREES))}
+        asked = dict(self.degrees)
+        if self.method == "1f1b":
+            asked.setdefault("chunks", 1)
+        even = not parallelism.layers and parallelism.zero <= 1
+        return even and run.recompute == self.recompute and all(has[name] == degree for name, degree in asked.items())
+
+
+@dataclass(frozen=True)
+class Running:
+    """What runs today by the cost model: its iteration in ms, and what its fullest GPU needs in bytes."""
+
+    candidate: Candidate
+    schedule: Schedule
+    used_bytes: int
+
+    @property
+    def iteration_ms(self) -> float:
+        return self.candidate.with_step_end(self.schedule.makespan_ms)
+
+    @property
+    def fits(self) -> bool:
+        return self.used_bytes <= self.candidate.estimate.gpu.memory_bytes
+
+
+def running(today: Today, candidates: Sequence[Candidate]) -> Running:
+    """The shortest iteration of what today can mean, if any fits the memory, else the one that needs least of it.
+
+    Raises InputError if no candidate is divided so, or none has room for an activation and this schedule.
+    """
+    divided = [candidate for candidate in candidates if today.is_one(candidate)]
+    if not divided:
+        raise InputError(f"today = {today.text!r}: these GPUs, this batch and this model cannot be divided so")
+    every = []
+    for candidate in divided:
+        with suppress(OptPipeError):  # no room for any activation, or not a schedule of these stages
+            if SYSTEMS[today.method].placement(candidate.problem, "keep") is None:
+                schedule = generate(today.method, candidate.problem)
+                every.append(Running(candidate, schedule, max(candidate.used_bytes(schedule))))
+    if every:
+        return min(every, key=lambda each: (0, each.iteration_ms) if each.fits else (1, each.used_bytes))
+    least = min(divided, key=lambda candidate: candidate.state_bytes)
+    has = least.estimate.gpu.memory_bytes
+    if least.state_bytes < has:
+        raise InputError(f"today = {today.text!r}: {today.method} is not a schedule of {least}")
+    held, whole = distinct_sizes(least.state_bytes, has)
+    raise InputError(
+        f"today = {today.text!r}: with {least}, a GPU holds {held} without any activation, margin included, and has "
+        f"{whole}"
     )

@@ -26,15 +26,12 @@ from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import Question, Stack, candidates
-from optpipe_solver.planner.today import Running, Today, running
+from optpipe_solver.planner.candidates import Question, Running, Stack, Today, candidates, running
 from optpipe_solver.systems import SYSTEMS, generate
 
 GB = 1e9
 MEGATRON = ("1f1b", "interleaved")  # the schedules that Megatron-LM has
 Progress = Literal["bounds", "published schedules", "list scheduling", "searches"]
-
-
 # Searches a candidate's schedule, from one that is known, for so many seconds. Returns None, or raises OptPipeError, if
 # nothing came of it.
 Solve = Callable[[Problem, Schedule | None, float], Result | None]
@@ -268,17 +265,17 @@ class PlanSearch:
                 asked = [pool.submit(self._solve, c.problem, c.start, seconds) for c in chosen]
                 for candidate, answer in zip(chosen, asked, strict=True):
                     try:
-                        self._handle(candidate, answer.result())
+                        result = answer.result()
                     except OptPipeError as error:
                         self.notes += [str(error)] if str(error) not in self.notes else []
+                        continue
+                    if result and result.schedule:
+                        self._take(candidate, result.schedule)
+                    if result and result.lower_bound_ms is not None:
+                        least_ms = candidate.with_step_end(result.lower_bound_ms)
+                        candidate.bound_ms = max(candidate.bound_ms, least_ms)
             searched.update(chosen)
             self.solved = len(searched)
-
-    def _handle(self, candidate: Candidate, result: Result | None) -> None:
-        if result and result.schedule:
-            self._take(candidate, result.schedule)
-        if result and result.lower_bound_ms is not None:
-            candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(result.lower_bound_ms))
 
     def _examine(self, candidate: Candidate) -> None:
         """Find out whether it fits, and raise its bound to that of its stages."""
@@ -313,28 +310,22 @@ def _why_none(question: Question, candidates: Sequence[Candidate], time_limit_s:
             f"time_limit_s = {time_limit_s:g}: no schedule was found by then and {left} candidates "
             "are left; a longer time would be right"
         )
-    near, needed = _nearest(candidates)
-    who, has = f"gpus = {question.gpus}: no division fits: with {near},", question.gpu.memory_bytes
-    limit = f"; {question.limit}" if question.limit else ""
-    if needed <= has:
-        return f"{who} one micro-batch fits, but no schedule that {question.stack} has{limit}"
-    return (
-        f"{who} a GPU needs {needed / GB:.1f} GB for one micro-batch at a time, {near.state_bytes / GB:.1f} of it "
-        f"without any activation, and has {has / GB:.1f}; more GPUs, larger ones or a smaller model would "
-        f"fit{limit}"
-    )
-
-
-def _nearest(candidates: Sequence[Candidate]) -> tuple[Candidate, int]:
-    """The candidate whose fullest GPU needs least, and how many bytes that are."""
-    nearest, least = candidates[0], (NO_SCHEDULE_MS, 0)
+    nearest, least = candidates[0], (NO_SCHEDULE_MS, 0)  # bytes that its fullest GPU needs, and its stages
     for candidate in sorted(candidates, key=lambda candidate: candidate.state_bytes):
         if candidate.state_bytes >= least[0]:
             break
         needs = candidate.needed_bytes, candidate.estimate.parallelism.stages
         if needs < least:
             nearest, least = candidate, needs
-    return nearest, int(least[0])
+    who, has = f"gpus = {question.gpus}: no division fits: with {nearest},", question.gpu.memory_bytes
+    limit = f"; {question.limit}" if question.limit else ""
+    if least[0] <= has:
+        return f"{who} one micro-batch fits, but no schedule that {question.stack} has{limit}"
+    return (
+        f"{who} a GPU needs {least[0] / GB:.1f} GB for one micro-batch at a time, {nearest.state_bytes / GB:.1f} of it "
+        f"without any activation, and has {has / GB:.1f}; more GPUs, larger ones or a smaller model would "
+        f"fit{limit}"
+    )
 
 
 def _ops(candidate: Candidate) -> int:

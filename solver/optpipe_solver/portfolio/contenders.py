@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from threading import RLock
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, raises, reaches, shorter
-from optpipe.model.placement import Placement
+from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_solver import tuning
@@ -77,8 +78,6 @@ class Contenders:
         alive = [c for c in self.all if not c.infeasible and shorter(c.incumbents.bound_ms, self.best_ms)]
         return sorted(alive, key=lambda contender: contender.incumbents.best_ms)
 
-    # Which there are
-
     def list_all(self, named: Contender | None) -> None:
         """Every placement that is allowed and makes other stages than the problem's own, once; then the bound holds."""
         problem = self._request.problem
@@ -86,8 +85,15 @@ class Contenders:
         if len(problem.all_routes) > 1:
             self.note(f"routes: there are {len(problem.all_routes)}, placements are searched for one route only")
         else:
-            self.add_new(_placements(problem))
-        self._take_warm_start()
+            shapes: list[tuple[int, Shape]] = [(1, "looped"), *product(range(2, tuning.CHUNKS + 1), SHAPES)]
+            if problem.overlap_factor is not None:  # two ways pay where a forward runs beside a backward
+                shapes.append((1, "bidirectional"))
+            for chunks, shape in shapes:
+                with suppress(InputError):  # fewer layers than stages
+                    self.add_new([Placement.balanced(problem, chunks, shape)])
+        start = self._request.warm_start
+        if start and start.placement:
+            self._take_warm_start(start, start.placement)
         self._raise_bound()
 
     def add_new(self, placements: Iterable[Placement]) -> list[Contender]:
@@ -104,21 +110,14 @@ class Contenders:
 
     def contender(self, placement: Placement | None, placed: Problem) -> Contender:
         """A contender with the bound of its stages; that of the problem's own stages comes with their first search."""
-
-        def emit(frame: Frame) -> None:
-            self.handle(contender, frame)
-
-        contender = Contender(placement, incumbents_of(self._request.model_copy(update={"problem": placed}), emit))
+        request = self._request.model_copy(update={"problem": placed})
+        contender = Contender(placement, incumbents_of(request, lambda frame: self.handle(contender, frame)))
         if placement:
             contender.incumbents.bound_ms = lower_bound(placed, self._request.objective)
         return contender
 
-    def _take_warm_start(self) -> None:
+    def _take_warm_start(self, start: Programs, placement: Placement) -> None:
         """Make a warm start that names a placement that placement's first schedule."""
-        start = self._request.warm_start
-        if start is None or start.placement is None:
-            return
-        placement, programs = start.placement, start.model_copy(update={"placement": None})
         try:
             placed = placement.apply(self._request.problem)
         except InputError as error:
@@ -128,9 +127,7 @@ class Contenders:
         if contender is None:
             contender = self.contender(placement, placed)
             self.all.append(contender)
-        contender.start = programs
-
-    # What is found for them
+        contender.start = start.model_copy(update={"placement": None})
 
     def handle(self, contender: Contender, frame: Frame) -> None:
         """Take a frame about one placement; called from any thread."""
@@ -183,13 +180,3 @@ class Contenders:
             self._notes.add(text)
             self.last_note = self.last_note if placement else text
             self._emit(Note(text=f"{placement}: {text}" if placement else text))
-
-
-def _placements(problem: Problem) -> Iterator[Placement]:
-    for chunks in range(1, tuning.CHUNKS + 1):
-        for shape in SHAPES if chunks > 1 else SHAPES[:1]:
-            with suppress(InputError):  # fewer layers than stages
-                yield Placement.balanced(problem, chunks, shape)
-    if problem.overlap_factor is not None:  # two ways pay where a forward runs beside a backward
-        with suppress(InputError):
-            yield Placement.balanced(problem, 1, "bidirectional")

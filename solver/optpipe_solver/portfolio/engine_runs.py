@@ -1,23 +1,110 @@
-"""`EngineRuns`: which engine runs when, from which schedule and for how long; what engines find; how much they hold."""
+"""`EngineRuns`: which engine runs when, from which schedule and for how long; what engines find; how much they hold.
+
+`EngineProcesses` starts, hears and stops their processes.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from math import inf
 
+import psutil
+
 from optpipe.errors import OptPipeError
-from optpipe.process.protocol import Bound, End, Incumbent, Note, Ready, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Note, Programs, Ready, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import engines, tuning
 from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.methods import MILP, RELAX
-from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses, Message, own_memory_bytes
 from optpipe_solver.schedule_facts import is_listed, is_modelled
 from optpipe_solver.tuning import EngineRun
 
+ENGINE = "optpipe_solver.engines"
+STOPPED = float("inf")
 MIB = 2**20
+
+Message = Frame | OptPipeError | None  # what an engine's process sends; None is its end, however it came
+
+
+@dataclass(eq=False)
+class EngineProcess:
+    """One engine's process."""
+
+    engine: str
+    child: Child
+    threads: int
+    start: Schedule | None  # the warm start
+    deadline: float  # a moment of `time.monotonic` at which it is stopped; `STOPPED` from then on
+    allotted_s: float
+    began: float = field(default_factory=time.monotonic)  # to load, then to search
+    spent_s: float | None = None  # of its time, by its own count
+    gained: bool = False  # whether a schedule of its became the best
+    report: Note | None = None  # its last, on how a search of it ended or how far it is
+
+    @property
+    def stopped(self) -> bool:
+        return self.deadline == STOPPED
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it ended by itself with more than half of its time left: it knew nothing more to do."""
+        spent_s = time.monotonic() - self.began if self.spent_s is None else self.spent_s
+        return not self.stopped and spent_s < self.allotted_s / 2
+
+
+class EngineProcesses:
+    """All engine processes of one search. Used from one thread."""
+
+    def __init__(self) -> None:
+        self.running: list[EngineProcess] = []
+        self._inbox: queue.Queue[tuple[EngineProcess, Message]] = queue.Queue()
+
+    def start(self, request: Request, start: Schedule | None, deadline: float, allotted_s: float) -> None:
+        """Start the engine that the request's method names, from a schedule."""
+        asked = request.model_copy(update={"warm_start": Programs.from_schedule(start) if start else None})
+        process = EngineProcess(request.method, Child(ENGINE, asked), request.threads, start, deadline, allotted_s)
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        self.running.append(process)
+
+    def _listen(self, process: EngineProcess) -> None:
+        try:
+            for frame in process.child.frames():
+                self._inbox.put((process, frame))
+        except OptPipeError as error:
+            self._inbox.put((process, error))
+        finally:
+            self._inbox.put((process, None))
+
+    def stop(self, process: EngineProcess) -> None:
+        """Stop an engine; `messages` still yields what it sent before."""
+        if not process.stopped:
+            process.deadline = STOPPED
+            process.child.stop()
+
+    def messages(self, wait_s: float = 0.0) -> Iterator[tuple[EngineProcess, Message]]:
+        """Yield what engines have sent since the last call; wait for a first message, `wait_s` at most.
+
+        Stops engines whose time is up.
+        """
+        for process in self.running:
+            if time.monotonic() > process.deadline:
+                self.stop(process)
+        while True:
+            try:
+                process, message = self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if message is None:
+                self.running.remove(process)
+            yield process, message
+            wait_s = 0.0
 
 
 class EngineRuns:
@@ -45,10 +132,6 @@ class EngineRuns:
         self._exhausted: list[tuple[str, Schedule | None]] = []  # an engine that found no more to do, and from where
 
     @property
-    def are_planned(self) -> bool:
-        return bool(self._planned)
-
-    @property
     def running(self) -> bool:
         return bool(self._processes.running)
 
@@ -59,15 +142,15 @@ class EngineRuns:
 
     def unfinished(self, engine: str) -> bool:
         """Whether an engine that was asked for by name is yet to run, or to end."""
-        planned = any(run.engine == engine for run in self._planned)
-        running = any(process.engine == engine for process in self._processes.running)
-        return self._request.method == engine and (planned or running)
+        each = [run.engine for run in self._planned] + [process.engine for process in self._processes.running]
+        return self._request.method == engine and engine in each
 
     def start_next(self, beside_heuristics: bool) -> None:
         """Start planned runs as long as fewer than `tuning.side_by_side` searches are under way.
 
         Heuristics that still run count as one of them. Each run has its share of the threads that are free, or as many
-        as its engine can use.
+        as its engine can use. An engine that runs already from the same schedule waits if others can run, and so does
+        one that must compile before any other has begun, unless work is counted.
         """
         running, request = self._processes.running, self._request
         free = self._parallel - len(running) - beside_heuristics
@@ -80,31 +163,23 @@ class EngineRuns:
             able = [run for run in self._planned if self.may_gain(run)]
             if not able:
                 return
-            run = next((run for run in able if not self._under_way(run) and self._may_begin(run)), able[0])
+            under_way = [(process.engine, process.start) for process in running]
+            others = (run for run in able if not _contains(under_way, run.engine, self._start_for(run)))
+            may_compile = self._started > 0 or self._clock.counts
+            run = next((run for run in others if may_compile or not engines.waits_for_compiler(run.engine)), able[0])
             self._planned.remove(run)
             if run.repeat:
                 self._planned.append(run)
             share = max(1, -(-threads // free))
             share = min(share, engines.load(run.engine).MOST_THREADS or share)
-            self.start(run, self._allotted_s(run), share)
+            allotted_s = self._clock.left_s  # all that is left if no run is planned behind it
+            if self._planned:
+                allotted_s = min(allotted_s, max(run.share * self._parallel * self._engines_s, tuning.ENGINE_LEAST_S))
+            self.start(run, allotted_s, share)
             free, threads = free - 1, threads - share
-
-    def _under_way(self, run: EngineRun) -> bool:
-        """Whether the engine runs already, from the schedule that this run would start from."""
-        start = self._start_for(run)
-        return any(process.engine == run.engine and process.start is start for process in self._processes.running)
-
-    def _may_begin(self, run: EngineRun) -> bool:
-        """Whether the engine's turn has come: an engine that must compile lets others begin, unless work is counted."""
-        return self._started > 0 or self._clock.counts or not engines.waits_for_compiler(run.engine)
 
     def _start_for(self, run: EngineRun) -> Schedule | None:
         return self._incumbents.best_of(is_listed if run.from_heuristics else is_modelled)
-
-    def _allotted_s(self, run: EngineRun) -> float:
-        """A run's share of the time; all that is left if no run is planned behind it."""
-        share_s = max(run.share * self._parallel * self._engines_s, tuning.ENGINE_LEAST_S)
-        return min(share_s, self._clock.left_s) if self._planned else self._clock.left_s
 
     def start(self, run: EngineRun, allotted_s: float, threads: int) -> None:
         """Start an engine; what it is allotted begins when it is ready, and has the time that it needs to end.
@@ -130,8 +205,7 @@ class EngineRuns:
 
     def may_gain(self, run: EngineRun) -> bool:
         """Whether the engine never ended early from the schedule that this run would start from."""
-        start = self._start_for(run)
-        return not any(engine == run.engine and begun_from is start for engine, begun_from in self._exhausted)
+        return not _contains(self._exhausted, run.engine, self._start_for(run))
 
     def handle_messages(self, wait_s: float = 0.0) -> None:
         """Take what engines have sent; wait for a first message, `wait_s` at most."""
@@ -141,24 +215,34 @@ class EngineRuns:
     def stop_all(self) -> None:
         """Stop all engines, start no more, and take what they sent before."""
         self._planned.clear()
-        for process, message in self._processes.stop_all():
-            self.handle(process, message)
+        for process in self._processes.running:
+            self._processes.stop(process)
+        while self.running:
+            self.handle_messages(1.0)
 
     def handle(self, process: EngineProcess, message: Message) -> None:
         """Take what an engine sends. What goes wrong becomes a note, and the search goes on."""
         match message:
             case Incumbent():
                 self._take_schedule(process, message)
-            case Bound():
-                self._take_bound(process, message)
-            case Note():
-                self._take_note(process, message)
+            case Bound(lower_bound_ms=claim_ms):
+                if self._incumbents.contradicts(claim_ms):
+                    claim = f"{process.engine} claims a bound of {claim_ms} ms"
+                    self._emit(Note(text=f"{claim}, above a schedule of {self._incumbents.best_ms} ms"))
+                else:
+                    self._incumbents.raise_bound(claim_ms, message.method)
+            case Note(method=method):
+                if method in ("", self._request.method):  # a report is for who asked for the engine
+                    self._emit(message)
+                    process.report = message if method else process.report
             case OptPipeError():
                 self._emit(Note(text=f"{process.engine} failed: {message}"))
                 self._cancel(process.engine)
             case Ready():
                 self._any_ready = True
-                process.begins(self._deadline(process.allotted_s))
+                process.began = time.monotonic()
+                if not process.stopped:
+                    process.deadline = self._deadline(process.allotted_s)
             case End():
                 process.spent_s = message.spent_s
             case None:
@@ -173,58 +257,41 @@ class EngineRuns:
             wrong = str(error)
         if self._incumbents.best_ms < best_ms:
             process.gained = True
-            process.goes_on(self._clock.moment(process.allotted_s))
+            process.deadline = max(process.deadline, self._clock.moment(process.allotted_s))
         if wrong:
             self._emit(Note(text=f"a schedule of {process.engine} was rejected: {wrong}"))
 
-    def _take_bound(self, process: EngineProcess, message: Bound) -> None:
-        claim_ms, best_ms = message.lower_bound_ms, self._incumbents.best_ms
-        if self._incumbents.contradicts(claim_ms):
-            claim = f"{process.engine} claims a bound of {claim_ms} ms"
-            self._emit(Note(text=f"{claim}, above a schedule of {best_ms} ms"))
-        else:
-            self._incumbents.raise_bound(claim_ms, message.method)
-
-    def _take_note(self, process: EngineProcess, message: Note) -> None:
-        """Pass a note on. An engine's report is for whoever asked for the engine."""
-        if message.method in ("", self._request.method):
-            self._emit(message)
-            if message.method:
-                process.report = message
-
     def _ended(self, process: EngineProcess) -> None:
-        spent_s = float("inf") if process.spent_s is None else process.spent_s + tuning.ENGINE_END_S
-        self._clock.spend(min(process.allotted_s, spent_s))
-        if process.report and process.report.ongoing:
-            self._emit(process.report.stopped(time.monotonic() - process.began))
-        if process.gained and not process.stopped:
-            self._repeat_next(process.engine)
-        if process.ended_early:
-            self._exhausted.append((process.engine, process.start))
-
-    def _repeat_next(self, engine: str) -> None:
-        """Let an engine that gained be the first of those that repeat: win-stay, lose-shift (Robbins 1952).
+        """Count what it spent. If it gained, it is the first of those that repeat: win-stay, lose-shift (Robbins 1952).
 
         One that was stopped had gone on for as long as it gained.
         """
-        again = next(
-            (run for run in self._planned if run.repeat and run.engine == engine and not run.from_heuristics), None
-        )
-        if again is not None:
-            self._planned.remove(again)
+        spent_s = inf if process.spent_s is None else process.spent_s + tuning.ENGINE_END_S
+        self._clock.spend(min(process.allotted_s, spent_s))
+        if process.report and process.report.ongoing:
+            self._emit(process.report.stopped(time.monotonic() - process.began))
+        engine = process.engine
+        again = [run for run in self._planned if run.repeat and run.engine == engine and not run.from_heuristics]
+        if process.gained and not process.stopped and again:
+            self._planned.remove(again[0])
             others = (n for n, run in enumerate(self._planned) if run.repeat)
-            self._planned.insert(next(others, len(self._planned)), again)
+            self._planned.insert(next(others, len(self._planned)), again[0])
+        if process.ended_early:
+            self._exhausted.append((process.engine, process.start))
 
     def _cancel(self, engine: str) -> None:
         self._planned = [run for run in self._planned if run.engine != engine]
 
     def limit_memory(self) -> None:
-        """Stop the engine that holds most if all processes together hold more than the request allows."""
+        """Stop the engine that holds most if all processes together hold more than the request allows.
+
+        Pages that processes share count for each of them.
+        """
         allowed_mib = self._request.memory_mib
-        if allowed_mib is None or not self.running:
+        if allowed_mib is None:
             return
-        held = self._processes.memory_bytes()
-        total = sum(held.values()) + own_memory_bytes()
+        held = {process: _resident(process.child.pid) for process in self._processes.running if not process.stopped}
+        total = sum(held.values()) + int(psutil.Process().memory_info().rss)
         if held and total > allowed_mib * MIB:
             largest = max(held, key=held.__getitem__)
             self._processes.stop(largest)
@@ -232,3 +299,18 @@ class EngineRuns:
             sizes = f"{total // MIB} MiB together, {held[largest] // MIB} of them {largest.engine}"
             text = f"{largest.engine} was ended: the solver's processes held {sizes}, and memory_mib is {allowed_mib}"
             self._emit(Note(text=text))
+
+
+def _contains(each: Sequence[tuple[str, Schedule | None]], engine: str, start: Schedule | None) -> bool:
+    return any(name == engine and begun_from is start for name, begun_from in each)
+
+
+def _resident(pid: int) -> int:
+    """Resident memory of a process, with all that it started."""
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+    return total

@@ -36,11 +36,7 @@ class HeuristicRuns:
     ) -> None:
         self._request, self._system, self._incumbents = request, system, incumbents
         self._clock, self._emit = clock, emit
-        problem = request.problem
-        passes = len(problem.stages) * problem.microbatches
-        self._ops = 3 * passes  # handled for one schedule
-        self._with_published = request.method in ("auto", *ENGINES)
-        self._chunked = len(problem.stages) > len(problem.devices)
+        self._ops = 3 * len(request.problem.stages) * request.problem.microbatches  # handled for one schedule
 
     def streams(self) -> Streams:
         """The schedules of what the request names, a heuristic or a system; else of `tuning.HEURISTICS`.
@@ -59,20 +55,27 @@ class HeuristicRuns:
         """Offer schedules for a share of the time, by the clock also while they still gain or are alone; yield after
         each.
 
-        Heuristics come in rounds, a schedule of each: first what they are known for, then what variations of their
-        policies bring. After the first round come the published systems, unless that takes half of the time; where
-        devices have several stages, for which there are few and good ones, after the first schedule. A heuristic whose
-        best is not the best of all runs in some of the rounds only.
+        Heuristics come in rounds, a schedule of each. After the first round come the published systems, unless that
+        takes half of the time; where devices have several stages, for which there are few and good ones, after the
+        first schedule. A heuristic whose best is not the best of all runs in some of the rounds only.
 
         It is not over before there is any schedule, and one of these heuristics.
         """
         clock, incumbents, tried = self._clock.share(share), self._incumbents, False
-        published = self._published_in_half_the_time(clock)
+        chunked = len(self._request.problem.stages) > len(self._request.problem.devices)
         shortest_ms = dict.fromkeys(streams, NO_SCHEDULE_MS)
+
+        def in_half_the_time() -> Iterator[None]:
+            for _ in self.published() if self._request.method in ("auto", *ENGINES) else ():
+                clock.count(self._ops)
+                yield
+                if self._clock.wall_left_s < self._clock.seconds / 2:
+                    return
 
         def is_over() -> bool:
             return tried and incumbents.best is not None and clock.over and (clock.counts or not are_alone())
 
+        published = in_half_the_time()
         for number in count():
             ahead_ms = min((shortest_ms[name] for name in streams), default=0.0)
             is_full_round = number % tuning.ALL_EVERY_ROUNDS == 0
@@ -90,17 +93,10 @@ class HeuristicRuns:
                 else:
                     shortest_ms[name] = min(shortest_ms[name], length_ms(schedule, self._request.objective))
                 yield
-                if self._chunked:
+                if chunked:
                     yield from published
             yield from published
             if is_over() or not streams:
-                return
-
-    def _published_in_half_the_time(self, clock: Clock) -> Iterator[None]:
-        for _ in self.published() if self._with_published else ():
-            clock.count(self._ops)
-            yield
-            if self._clock.wall_left_s < self._clock.seconds / 2:
                 return
 
     def _next(self, name: str, stream: Iterator[Schedule]) -> Schedule | None:

@@ -25,7 +25,7 @@ from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.incumbents import Emit
 from optpipe_solver.methods import ENGINES, RELAX
 from optpipe_solver.portfolio.contenders import Contender, Contenders
-from optpipe_solver.portfolio.engine_processes import ENGINE
+from optpipe_solver.portfolio.engine_runs import ENGINE
 from optpipe_solver.portfolio.partitions import improve_partitions, mismatch, partition_of_stages
 from optpipe_solver.portfolio.portfolio import Portfolio
 from optpipe_solver.systems import SYSTEMS, is_system, parse
@@ -37,35 +37,25 @@ def rules_are_compiled() -> bool:
 
 
 class Phase(NamedTuple):
-    """A part of the search.
-
-    Attributes
-    ----------
-    share
-        Of the time, by plan.
-    run
-        Gets the share, and returns how much of it counts as spent: what is left, later phases have.
-    """
+    """A part of the search."""
 
     name: str
-    share: float
-    run: Callable[[float], float]
+    share: float  # of the time, by plan
+    run: Callable[[float], float]  # gets the share, and returns what of it counts as spent; later phases have the rest
 
 
 class PlacementSearch:
     """One request's search over placements: emits the best schedule, and bounds that hold for all placements.
 
-    Parameters
-    ----------
-    request
-        The problem, the method and the limits.
-    emit
-        Called at once with each better schedule, each better bound, and each note.
+    Raises InputError if the method is unknown or does not apply, or the layers are not what the problem's stages are
+    made of.
 
-    Raises
-    ------
-    InputError
-        If the method is unknown or does not apply, or the layers are not what the problem's stages are made of.
+    Attributes
+    ----------
+    named
+        The placement of the published system that was asked for, if one was.
+    first
+        The search with which it begins.
     """
 
     def __init__(self, request: Request, emit: Emit) -> None:
@@ -76,13 +66,16 @@ class PlacementSearch:
         self.clock = Clock(request.time_limit_s, counts_work(request), wall_s=request.time_limit_s)
         self.method_ran = False  # the method that was asked for, which may be an engine
         self._first_look: Portfolio | None = None  # at the problem's own stages
-        # The placement of the published system that was asked for, if one was.
-        self.named = self._placement_of_system() if is_system(request.method) else None
-        if self.named:
-            self.first = self._portfolio(self.named, request.method, request.time_limit_s)
-        else:
+        self.named: Contender | None = None
+        if not is_system(request.method):
             first_s = tuning.FIRST_LOOK_SHARE * request.time_limit_s
             self.first = self._portfolio(self.contenders.unplaced, self._heuristic("naive"), first_s)
+            return
+        self.named, problem = self.contenders.unplaced, request.problem
+        if placement := SYSTEMS[parse(request.method)[0]].placement(problem, "all"):
+            self.named.incumbents.bound_ms = trivial_bound(problem, request.objective)
+            self.named = self.contenders.contender(placement, placement.apply(problem))
+        self.first = self._portfolio(self.named, request.method, request.time_limit_s)
 
     def run(self) -> None:
         """Search the problem's own stages for a moment, then from many placements for a short time to one for long.
@@ -126,7 +119,7 @@ class PlacementSearch:
     def _look_at_own_stages(self, share: float) -> float:
         """Run a heuristic on the problem's own stages for a moment or, on a busy machine, until it has a schedule."""
         unplaced, name = self.contenders.unplaced, self._heuristic("adaoffload")
-        if self._is_of_use(unplaced):
+        if not (unplaced.infeasible or self.contenders.proven) and self.clock.wall_left_s > 0:
             self.method_ran = name == self.request.method
             most = tuning.FIRST_LOOK_MOST
             self._first_look = self._portfolio(unplaced, name, most * self.clock.seconds)
@@ -190,8 +183,7 @@ class PlacementSearch:
 
     def _raise_least_bound(self, share: float) -> float:
         """Let `relax` search the placement with the least bound for half of the share, then the one that has the least
-        bound by then for half of what is left, and so on: the least bound holds for all. It ends at the best placement,
-        which is searched anyway."""
+        bound by then for half of what is left, and so on, up to the best placement, which is searched anyway."""
         seconds = share * self.clock.seconds
         left_s = seconds
         if self.request.method != "auto" or seconds < tuning.PLACEMENT_S:
@@ -223,17 +215,6 @@ class PlacementSearch:
             if self._search(best, self.request.method, self.clock.left_s, although_proven=True) is None:
                 self.contenders.note(f"{self.request.method}: there was no time left to start it")
         return 0.0
-
-    # What phases do
-
-    def _placement_of_system(self) -> Contender:
-        """The placement on which the published system that is named runs."""
-        problem = self.request.problem
-        placement = SYSTEMS[parse(self.request.method)[0]].placement(problem, "all")
-        if placement is None:
-            return self.contenders.unplaced
-        self.contenders.unplaced.incumbents.bound_ms = trivial_bound(problem, self.request.objective)
-        return self.contenders.contender(placement, placement.apply(problem))
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -279,19 +260,14 @@ class PlacementSearch:
     ) -> Portfolio | None:
         """Run a portfolio on one placement, from its best schedule so far.
 
-        Returns None, and runs nothing, if that is of no use.
+        Returns None, and runs nothing, if that cannot change the answer, or time is up.
         """
-        if not self._is_of_use(contender, although_proven):
+        if contender.infeasible or self.clock.wall_left_s <= 0 or (self.contenders.proven and not although_proven):
             return None
         self.method_ran = self.method_ran or method == self.request.method
         portfolio = self._portfolio(contender, method, seconds)
         portfolio.run()
         return portfolio
-
-    def _is_of_use(self, contender: Contender, although_proven: bool = False) -> bool:
-        """Whether a search of one placement may change the answer, and there is time for it."""
-        is_open = although_proven or not self.contenders.proven
-        return is_open and contender.infeasible is None and self.clock.wall_left_s > 0
 
     def _portfolio(self, contender: Contender, method: str, seconds: float) -> Portfolio:
         asked = {

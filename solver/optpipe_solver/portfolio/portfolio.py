@@ -6,11 +6,19 @@ bound of all of them are kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
+
+import numpy as np
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import length_ms, shorter
-from optpipe.process.protocol import Infeasible, Note, Request
+from optpipe.model.arrays import Ints, Table
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+from optpipe.model.program import PART, STAGE, of_kinds
+from optpipe.process.protocol import Infeasible, Note, Programs, Request
+from optpipe.reuse import repair
 from optpipe.schedule import Schedule, check
 from optpipe_solver import engines, methods, tuning
 from optpipe_solver.bounds import memory_bound, trivial_bound
@@ -19,7 +27,6 @@ from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
-from optpipe_solver.portfolio.warm_start import schedules_of
 from optpipe_solver.schedule_facts import is_listed, is_modelled
 from optpipe_solver.systems import SYSTEMS, in_best_order, is_system
 
@@ -33,28 +40,21 @@ def incumbents_of(request: Request, emit: Emit) -> Incumbents:
 class Portfolio:
     """One request's search on the problem's own stages.
 
+    Raises InputError if the method is unknown or does not apply to this problem.
+
     Parameters
     ----------
-    request
-        The problem, the method and the limits.
     emit
         Called at once with each better schedule, each better bound, and each note.
     incumbents
         What earlier searches of the same problem have found.
-
-    Raises
-    ------
-    InputError
-        If the method is unknown or does not apply to this problem.
     """
 
     def __init__(self, request: Request, emit: Emit, incumbents: Incumbents | None = None) -> None:
         self.request, self.emit = request, emit
-        system = (
-            in_best_order(request.method, request.problem, "keep", request.objective)
-            if is_system(request.method)
-            else None
-        )
+        system: Schedule | None = None
+        if is_system(request.method):
+            system = in_best_order(request.method, request.problem, "keep", request.objective)
         seconds = request.time_limit_s - min(tuning.STOP_S, request.time_limit_s / 4)
         self.clock = Clock(seconds, counts_work(request), wall_s=seconds)
         self.incumbents = incumbents or incumbents_of(request, emit)
@@ -63,14 +63,18 @@ class Portfolio:
     def run(self) -> None:
         """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven.
 
-        Which engines run, in what order and why is `tuning.AUTO`. The MILP, asked for by name, runs whatever heuristics
-        have found.
+        The MILP, asked for by name, runs whatever heuristics have found.
         """
         if not self.begin():  # bounds and the warm start; or there is no schedule at all
             return
-        incumbents, clock = self.incumbents, self.clock
-        runs = self._engine_runs()
-        share = tuning.heuristics_share(clock.seconds) if runs.are_planned else 1.0
+        request, incumbents, clock = self.request, self.incumbents, self.clock
+        planned = tuning.engine_runs(request.method, request.problem, self.supports)
+        if request.method == methods.MILP and planned:
+            self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
+        if any(engines.waits_for_compiler(run.engine) for run in planned):
+            self.emit(Note(text=engines.COMPILING))
+        runs = EngineRuns(request, planned, incumbents, clock, self.emit)
+        share = tuning.heuristics_share(clock.seconds) if planned else 1.0
         heuristics = self.heuristics.run(self.heuristics.streams(), share, lambda: runs.loading)
         heuristics_run = not incumbents.proven
         try:
@@ -91,41 +95,26 @@ class Portfolio:
     def begin(self) -> bool:
         """Emit what needs no search: that the problem is infeasible, or bounds and the warm start.
 
-        Returns
-        -------
-        Whether any schedule exists.
+        Returns whether any schedule exists. The warm start has today's costs; it is in more parts, or repaired, if it
+        does not hold for them.
         """
         problem, objective = self.request.problem, self.request.objective
         if reason := infeasibility(problem):
             self.emit(Infeasible(reason=reason))
             return False
         self.incumbents.raise_bound(trivial_bound(problem, objective), "trivial")
-        self._take_warm_start()
-        self.incumbents.raise_bound(memory_bound(problem, objective), "memory")
-        return True
-
-    def _take_warm_start(self) -> None:
-        """Offer the warm start, re-timed with today's costs; in more parts or repaired if it does not hold for them."""
-        start, wrong = self.request.warm_start, None
+        wrong: str | None = None
         try:
-            for schedule in schedules_of(self.request.problem, start) if start else ():
+            for schedule in schedules_from(self.request.warm_start, problem) if self.request.warm_start else ():
                 wrong = self.incumbents.offer(schedule)
                 if not wrong:
-                    return
+                    break
         except OptPipeError as error:
             wrong = str(error)
         if wrong:
             self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong}"))
-
-    def _engine_runs(self) -> EngineRuns:
-        """The engines of the method, none of them started."""
-        request = self.request
-        planned = tuning.engine_runs(request.method, request.problem, self.supports)
-        if request.method == methods.MILP and planned:
-            self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
-        if any(engines.waits_for_compiler(run.engine) for run in planned):
-            self.emit(Note(text=engines.COMPILING))
-        return EngineRuns(request, planned, self.incumbents, self.clock, self.emit)
+        self.incumbents.raise_bound(memory_bound(problem, objective), "memory")
+        return True
 
     def supports(self, engine: str) -> bool:
         """Whether an engine can work on the problem.
@@ -167,3 +156,40 @@ class Portfolio:
         if shortest is not None:
             less = f"{shortest_ms:.6g} ms, {1 - shortest_ms / best_ms:.1%} less"
             self.emit(Note(text=f"on other stages {shortest.method} takes {less}, with {shortest.placement}"))
+
+
+def schedules_from(start: Programs, problem: Problem) -> Iterator[Schedule]:
+    """Yield a warm start with today's costs and, for a caller who finds that invalid, what can be made of it.
+
+    Its stages are taken for those of the problem, whatever placement it names. Raises InputError if an op cannot be
+    read.
+    """
+    schedule = start.model_copy(update={"placement": None}).schedule(problem, start.method or "warm start")
+    yield schedule
+    yield from filter(None, [in_all_parts(schedule)])
+    yield from filter(None, [repair(problem, schedule)])
+
+
+def in_all_parts(schedule: Schedule) -> Schedule | None:
+    """The schedule in which activations leave in all their parts, taken for one of a problem with fewer.
+
+    Where a stage's transfers move parts 0 to k - 1 of n, k a divisor of n, each was for the n-th part of k: it becomes
+    n / k transfers, one right after the other, of as many bytes in as much time. So what is valid with few parts is
+    valid, and as long, with more. Returns None if no stage's parts divide like that.
+    """
+    parts = schedule.problem.costs.parts
+    used = np.ones_like(parts)
+    for program in schedule.programs:
+        moved = program.table[of_kinds(program.table, Kind.O, Kind.D, Kind.R)]
+        np.maximum.at(used, moved[:, STAGE], moved[:, PART] + 1)
+    pieces: Ints = np.where(parts % used == 0, parts // used, 1)
+
+    def divided(table: Table) -> Table:
+        moves = of_kinds(table, Kind.O, Kind.D, Kind.R)
+        count = np.where(moves, pieces[table[:, STAGE]], 1)
+        table = np.repeat(table, count, axis=0)
+        nth = np.arange(len(table)) - np.repeat(np.cumsum(count) - count, count)
+        table[:, PART] = table[:, PART] * np.repeat(count, count) + nth
+        return table
+
+    return None if (pieces == 1).all() else schedule.with_tables(divided)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from math import ceil
-from typing import Any
 
 from optpipe.dispatch.starts import entry_orders
 from optpipe.errors import InputError, ScheduleError, did_you_mean
@@ -21,13 +20,12 @@ from optpipe.options import Placements
 from optpipe.schedule import Schedule, check
 from optpipe_solver import tuning
 from optpipe_solver.methods import METHODS
-from optpipe_solver.systems import adaoffload, bpipe, chronos, classic, dualpipe, pipeoffload, v_shape, zero_bubble
-from optpipe_solver.systems.order import count_chunks, count_devices
-from optpipe_solver.systems.system import PUBLISHED, System
+from optpipe_solver.systems import bpipe, chronos, classic, dualpipe, pipeoffload, zero_bubble
+from optpipe_solver.systems.system import PUBLISHED, System, count_chunks, count_devices
 
 __all__ = ["SYSTEMS", "System", "generate", "in_best_order", "in_entry_orders", "is_system", "parse", "variants"]
 
-FAMILIES = (classic, dualpipe, pipeoffload, adaoffload, chronos, zero_bubble, v_shape, bpipe)  # searches try them so
+FAMILIES = (classic, dualpipe, pipeoffload, chronos, zero_bubble, bpipe)  # searches try them so
 SYSTEMS: dict[str, System] = {
     name: system
     for family in FAMILIES
@@ -85,11 +83,9 @@ def generate(method: str, problem: Problem, placements: Placements = "keep") -> 
         If the paper excludes the problem, such as for other stages than the system is for.
     """
     name, parameters = parse(method)
-    system = SYSTEMS[name]
-    placement = system.placement(problem, placements)
-    placed = placement.apply(problem) if placement else problem
-    keywords: dict[str, Any] = dict(parameters)
-    return replace(system.build(placed, **keywords), method=method, placement=placement)
+    placement = SYSTEMS[name].placement(problem, placements)
+    schedule = SYSTEMS[name].build(placement.apply(problem) if placement else problem, **parameters)
+    return replace(schedule, method=method, placement=placement)
 
 
 def in_entry_orders(method: str, problem: Problem, placements: Placements = "keep") -> Iterator[Schedule]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optpipe.model.arrays import Floats, Ints, Table
+from optpipe.model.arrays import Floats, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
 from optpipe.schedule import Schedule
-from optpipe_solver.systems.order import by_slot
+from optpipe_solver.systems.system import by_slot
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,8 @@ def reordered(problem: Problem, table: Table, slot: Floats, *, wholly: bool = Fa
     device, at = problem.costs.device[stage], slot.astype(np.int64)
     forward, weight = kind == Kind.F, kind == Kind.W
     end = int(at.max()) + 2
-    last, changes = (
-        np.zeros(len(problem.devices), dtype=np.int64),
-        np.zeros((len(problem.devices), end), dtype=np.int64),
-    )
+    last = np.zeros(len(problem.devices), dtype=np.int64)
+    changes = np.zeros((len(problem.devices), end), dtype=np.int64)
     np.maximum.at(last, device[forward], at[forward])
     np.add.at(changes, (device[forward], at[forward]), 1)
     np.add.at(changes, (device[weight], at[weight] + 1), -1)
@@ -123,7 +121,13 @@ def reordered(problem: Problem, table: Table, slot: Floats, *, wholly: bool = Fa
     for d, was in zip(device[~waits].tolist(), at[~waits].tolist(), strict=True):
         taken[d][was] = True
     by_time = np.lexsort((microbatch, stage, kind, at, waits))
-    columns = (by_time, kind[by_time], device[by_time], at[by_time], waits[by_time], _needs(problem, table)[by_time])
+    # The row of the op that each waits for, besides those of its own device; -1 if there is none.
+    row_of = np.full((len(Kind), len(problem.stages) + 1, problem.microbatches), -1)
+    row_of[kind, stage, microbatch] = np.arange(len(table))
+    row_of[Kind.B, -1] = row_of[Kind.F, -2]  # after the last stage comes its own forward
+    input_gradient = row_of[Kind.B, stage + (kind == Kind.B), microbatch]
+    before = np.where(kind == Kind.F, row_of[Kind.F, stage - 1, microbatch], input_gradient)
+    columns = (by_time, *(column[by_time] for column in (kind, device, at, waits, before)))
     moved = [-1] * (len(table) + 1)  # the last entry is for no op: nothing to wait for
     reached = [0] * len(problem.devices)  # the slot after the last op that has moved
     for row, k, d, was, later, needs in zip(*(column.tolist() for column in columns), strict=True):
@@ -143,15 +147,3 @@ def reordered(problem: Problem, table: Table, slot: Floats, *, wholly: bool = Fa
         elif k == Kind.W:
             held[d, to + 1 : was + 1] -= 1
     return np.array(moved[:-1], dtype=np.float64)
-
-
-def _needs(problem: Problem, table: Table) -> Ints:
-    """Return the row of the op that each waits for, besides those of its own device; -1 if there is none."""
-    row = np.full((len(Kind), len(problem.stages) + 1, problem.microbatches), -1)
-    kind, stage, microbatch = table[:, [KIND, STAGE, MICROBATCH]].T
-    row[kind, stage, microbatch] = np.arange(len(table))
-    row[Kind.B, -1] = row[Kind.F, -2]  # after the last stage comes its own forward
-    needs: Ints = np.where(
-        kind == Kind.F, row[Kind.F, stage - 1, microbatch], row[Kind.B, stage + (kind == Kind.B), microbatch]
-    )
-    return needs

@@ -14,8 +14,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.classic import one_f_one_b
-from optpipe_solver.systems.order import in_order
-from optpipe_solver.systems.system import published
+from optpipe_solver.systems.system import in_order, published
 
 
 @published("bpipe", "Kim et al. 2023")

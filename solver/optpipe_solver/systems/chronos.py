@@ -1,15 +1,10 @@
-"""Chronos-Pipe and what is built on it: activations live as briefly as a full pipeline allows.
+"""Chronos-Pipe and what is built on it (Lin et al. 2025): activations live as briefly as a full pipeline allows.
 
-Lin et al. 2025, Enhancing Memory Efficiency in Large Language Model Training Through Chronos-aware Pipeline
-Parallelism. Each device has v looped chunks. The unit is the forward of one chunk; its backward, input and weight
+Each device has v looped chunks. The unit is the forward of one chunk; its backward, input and weight
 gradient fused, takes two. A device does one forward and one backward in each beat, and device i is 2i units ahead of
 device 0. So a chunk that runs without a wait, one unit a device on the way there and two on the way back, has its
 backward in the same beat on all devices, and its forward one beat later on each. What is left to choose is the beat in
 which each chunk is launched: no two in the same beat modulo v, or they collide on every device.
-
-In Chronos-Offload the optimizer of deep chunks runs on the host. The weights of chunk v get their gradients first and
-are used last. So its gradients leave, are applied and come back as parameters while the other chunks drain this
-iteration's pipeline and fill the next one's.
 """
 
 from __future__ import annotations
@@ -26,15 +21,15 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, PART, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, repeat, slots
-from optpipe_solver.systems.order import (
+from optpipe_solver.systems.system import (
     by_slot,
     count_chunks,
     count_devices,
     distinct_slots,
     in_order,
-    require_level,
+    published,
+    require_recomputation,
 )
-from optpipe_solver.systems.system import published
 
 F, C, BW = 1, 1, 2  # units that each lasts
 
@@ -46,8 +41,6 @@ def chronos(problem: Problem) -> Schedule:
     3v(m+p-1) units for any p, m and v, which are 1F1B's. Device s holds N - s chunk activations: N = p + sum c (d_c +
     e_c) / v over c < v, where d_c beats lie between the forwards of chunks c and c + 1 and e_c between their backwards.
     For v = 2 that is N = p + 1 + ceil((p-3)/6) + ceil((2p-3)/6); at large p it is (v+1)/(2v) of M, 1F1B's v p, so 75 %.
-    The paper adds up both chunks' peaks, which for odd p do not occur at one time: one too many. Its formula for p2p >
-    0 is that of messages that occupy both devices: docs/systems/chronos.md.
     """
     return _pipe(problem, group=1)
 
@@ -61,21 +54,13 @@ def chronos_recomp(problem: Problem, recomputed: int = 1, level: int = 0) -> Sch
     would come too early (appendix A, Eq. 8).
 
     For v = 2 and p > 1 at most 6p + 7(m-1) units, less by up to a period where chunk 1's first backward has to wait for
-    its beat. Chunk 2 needs the paper's ceil(p/2) activations on device 0, 25 % of M. With the one that is computed
-    again device s holds floor((p-s)/2) + 1: the paper's formula leaves that one out, its measurements do not (5/16 of M
-    at p = 8). Eq. 8 delays by one round not, as stated, at all p from 8 to 40: by none at 10, by two at 27.
+    its beat. Device s holds floor((p-s)/2) + 1 activations, the one that is computed again included.
     """
     p, v = count_devices(problem), count_chunks(problem)
     if not 1 <= recomputed <= v:
         raise InputError(f"recomputed = {recomputed}: expected 1 to {v}, the chunks of a device")
     shallow = range(recomputed * p)
-    for s in shallow:
-        if not problem.stages[s].can_recompute:
-            raise InputError(
-                f"stages[{s}].recompute_ms is missing: chronos-recomp recomputes stages 0 to {shallow[-1]}"
-            )
-        require_level(s, problem.stages[s], level)
-
+    require_recomputation(problem, shallow, level, f"chronos-recomp recomputes stages 0 to {shallow[-1]}")
     there, back = _launches(p, v)
     beats = _Beats([F + BW + C * (n in {b % v for b in back[:recomputed]}) for n in range(v)])
     for c in range(1, v):
@@ -149,11 +134,12 @@ def _block(p: int, there: Sequence[int], back: Sequence[int], beats: _Beats) -> 
 def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
     """Chronos-Offload (section 5.1): Chronos-Pipe with the optimizers of the `chunks` deepest chunks on the host.
 
+    Their weights get gradients first and are used last: these leave, are applied and come back as parameters while
+    the other chunks drain this iteration's pipeline and fill the next one's.
     Parameters come in first, in the order of the stages; gradients go out after a stage's last backward, and the
-    update follows. The iteration is no longer than Chronos-Pipe's where Eq. 5 and 7 hold. For v = 2 and stages alike
-    the exact limits are wider: parameters may take p forwards of a chunk, gradients and update p of its backwards. What
-    they take beyond that makes the iteration longer. What is saved, two thirds of these chunks' model state, is no
-    activation, so the certificate does not change.
+    update follows. For v = 2 and stages alike parameters may take p forwards of a chunk, gradients and update p of its
+    backwards (Eq. 5 and 7 allow less); what they take beyond that makes the iteration longer. What is saved, two thirds
+    of these chunks' model state, is no activation.
     """
     devices, v = count_devices(problem), count_chunks(problem)
     if not 1 <= chunks < v:
@@ -174,17 +160,13 @@ def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
             ops.append(op)
             if op.stage in deep and op.microbatch == last and op.kind in BACKWARD:
                 ops += [Op(Kind.G, op.stage, 0), Op(Kind.U, op.stage, 0)]
-    return replace(in_order(problem, lists), links=_shared(plain, deep))
-
-
-def _shared(plain: Schedule, deep: range) -> dict[str, Program]:
-    """Order the links that devices share: parameters as they are first needed, gradients as they become ready."""
+    # On links that devices share parameters come as they are first needed, gradients leave as they become ready.
     rows = zip(plain.timeline.table.tolist(), plain.timeline.end.tolist(), strict=True)
-    ended = {s: end for (kind, s, j, *_), end in rows if kind in BACKWARD and j == plain.problem.microbatches - 1}
+    ended = {s: end for (kind, s, j, *_), end in rows if kind in BACKWARD and j == last}
     leaving = sorted(deep, key=lambda s: (ended[s], -s))
     order = [*(Op(Kind.P, s, 0) for s in deep), *(Op(Kind.G, s, 0) for s in leaving)]
     links = {
-        link: Program.from_items(op for op in order if plain.problem.stages[op.stage].device in sharers)
-        for link, sharers in plain.problem.shared_links.items()
+        link: Program.from_items(op for op in order if problem.stages[op.stage].device in sharers)
+        for link, sharers in problem.shared_links.items()
     }
-    return {link: program for link, program in links.items() if len(program)}
+    return replace(in_order(problem, lists), links={link: program for link, program in links.items() if len(program)})

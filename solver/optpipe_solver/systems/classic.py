@@ -8,23 +8,23 @@ from optpipe.errors import InputError
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.systems.order import (
+from optpipe_solver.systems.system import (
     count_chunks,
     count_devices,
     even_groups,
     in_order,
-    require_level,
+    published,
+    require_recomputation,
     visits,
     warmed_up,
 )
-from optpipe_solver.systems.system import published
 
 
 @published("gpipe", "Huang et al. 2019; survey, section on GPipe")
 def gpipe(problem: Problem) -> Schedule:
     """GPipe (Huang et al. 2019): all forwards, then all backwards.
 
-    Bubble (p-1)/(p-1+m) of the time; every activation is held.
+    Bubble (p-1)/(p-1+m) of the time; m activations on every device.
     """
     return _in_phases(problem, [problem.microbatches] * len(problem.stages), _fused)
 
@@ -35,21 +35,20 @@ def one_f_one_b(problem: Problem) -> Schedule:
 
     Then it runs one forward, one backward. GPipe's bubble; p - s activations at most.
     """
-    return _in_phases(problem, _until_the_first_backward(problem), _fused)
+    return _in_phases(problem, range(len(problem.stages))[::-1], _fused)
 
 
 @published("interleaved", "Narayanan et al. 2021 (Megatron-LM), section 2.2; survey", least=2, most=None, chunks=2)
 def interleaved(problem: Problem) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): groups of p micro-batches pass v stages a device in order.
 
-    Rank i begins with 2(p-i-1) + (v-1)p forwards, then runs one forward, one backward; PipeOffload counts the first of
-    these forwards as well, d(v-1) + 2(d-i) - 1. Bubble (p-1)(F+B+W)/v with a device's whole times; vp + p - 1
-    activations, (1 + (p-1)/(pv))·M.
+    Rank i begins with 2(p-i-1) + (v-1)p forwards, then runs one forward, one backward. Bubble (p-1)(F+B+W)/v with a
+    device's whole times; vp + p - 1 activations, (1 + (p-1)/(pv))·M.
 
     Megatron wants m to be a multiple of p. Where it is not, the groups are as even as they can be and none is smaller
     than p, so that the bubble stays; the warm-up is that of the largest, g, and rank 0 holds (v-1)g + 2p - 1. (A
-    smaller last group would leave devices idle between its chunks, or deadlock: the backwards of one group wait for
-    forwards of the next.) Fewer than p are one group.
+    smaller last group would deadlock: the backwards of one group wait for forwards of the next.) Fewer than p are one
+    group.
     """
     p = count_devices(problem)
     chunks, groups = range(count_chunks(problem)), even_groups(problem.microbatches, p)
@@ -66,12 +65,10 @@ def interleaved(problem: Problem) -> Schedule:
 def recomputed(problem: Problem, every: int = 1, level: int = 0) -> Schedule:
     """1F1B with activation checkpointing (survey, section on it).
 
-    Of every n-th micro-batch only the checkpoints stay after its forward, and the rest is recomputed right before its
-    backward. How much is dropped and recomputed is in the figures of the stages' `level`, so full and selective
-    checkpointing are two levels. The survey drops every n-th layer. A stage has one figure for all of its layers, so
-    that is one more level or, for the same share of all activations, every n-th micro-batch here. All stages take the
-    same micro-batches, since then no stage waits for a neighbour: (m+p-1)(F+B+W) + ⌊m/n⌋·C.
-    Stage s holds one activation, and of p - s - 1 more ⌊(p-s-1)/n⌋ as checkpoints.
+    Of every n-th micro-batch, the same ones on all stages, only the checkpoints stay after its forward, and the rest is
+    recomputed by this `level` of its stage right before its backward. (The survey drops every n-th layer: one more
+    level here.) (m+p-1)(F+B+W) + ⌊m/n⌋·C; stage s holds one activation, and of p - s - 1 more ⌊(p-s-1)/n⌋ as
+    checkpoints.
 
     Raises InputError if a stage cannot be recomputed by this level, or if `every` is 0.
     """
@@ -79,23 +76,17 @@ def recomputed(problem: Problem, every: int = 1, level: int = 0) -> Schedule:
         raise InputError(
             f"every = {every}: 1f1b-recompute computes every micro-batch again (1), every second (2), and so on"
         )
-    for s, stage in enumerate(problem.stages):
-        if not stage.can_recompute:
-            raise InputError(f"stages[{s}].recompute_ms is missing: 1f1b-recompute drops activations of every stage")
-        require_level(s, stage, level)
+    stages = range(len(problem.stages))
+    require_recomputation(problem, stages, level, "1f1b-recompute drops activations of every stage")
 
     def backward(s: int, j: int) -> list[Op]:
         return [*([Op(Kind.C, s, j, level)] if (j + 1) % every == 0 else []), Op(Kind.BW, s, j)]
 
-    return _in_phases(problem, _until_the_first_backward(problem), backward)
+    return _in_phases(problem, stages[::-1], backward)
 
 
 def _fused(stage: int, microbatch: int) -> list[Op]:
     return [Op(Kind.BW, stage, microbatch)]
-
-
-def _until_the_first_backward(problem: Problem) -> range:
-    return range(len(problem.stages))[::-1]
 
 
 def _in_phases(problem: Problem, warm_up: Sequence[int], backward: Callable[[int, int], list[Op]]) -> Schedule:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.systems.order import in_order
-from optpipe_solver.systems.system import published
+from optpipe_solver.systems.system import in_order, published
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A device's stage in one direction, and the micro-batches that pass it, in order."""
 
     stage: int
@@ -29,10 +27,8 @@ def dualpipe(problem: Problem) -> Schedule:
 
     Published: a bubble of (p/2-1)(F&B + B - 3W), where B is the full backward (here B + W) and F&B the time of a pair;
     p + 1 activations of one direction's stage; parameters twice. In our terms that is (p/2-1)(F&B + B - 2W), and it
-    holds where F = B >= W. For any times, and an F&B between the longer one and both one after the other, the innermost
-    devices, which run most pairs, have a bubble of (p/2-1)(F&B + max(F, B) - W - min(B, W)) - min(F, (p/2-1)·max(0,
-    B-F)). (Found by measurement; a test holds it for random times.) Without `overlap_factor` the same order runs
-    unpaired. No op waits for both inputs of a pair then, so the bubble is shorter: half of it at F = B = W.
+    holds where F = B >= W; docs/systems/dualpipe.md has the bubble for any times. Without `overlap_factor` the same
+    order runs unpaired. No op waits for both inputs of a pair then, so the bubble is shorter: half of it at F = B = W.
 
     p is even. The paper's m is even and at least 2p; for other m the schedule leaves out the micro-batches that are not
     there.

@@ -1,15 +1,13 @@
 """PipeOffload (Wan et al. 2025): interleaved schedules that hold less, GIS and GIS-H; uniform ones that offload, PO-H
-and PO-F.
-
-A link runs offloads and reloads alternately, each in a slot of its own (`Slots`). Devices that share a link use it one
-after the other.
+and PO-F; AdaOffload as OptPipe prints it.
 
 The paper's letters: d devices, v looped stages on each, g micro-batches a group; T_F, T_B, T_W are f, b, w.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor
 
@@ -18,25 +16,34 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import TOLERANCE
 from optpipe.lift import lift_table
+from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
+from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, slots
-from optpipe_solver.systems.order import count_chunks, count_devices, distinct_slots, in_order, visits, warmed_up
-from optpipe_solver.systems.system import published
+from optpipe_solver.systems.system import (
+    count_chunks,
+    count_devices,
+    distinct_slots,
+    in_order,
+    published,
+    visits,
+    warmed_up,
+)
+
+AHEAD = 2  # compute ops before its backward at which Algorithm 1 starts a reload: those of PipeOffload's slot
 
 
 @published("gis", "PipeOffload, Wan et al. 2025, section 3.1", most=None, chunks=2)
 def gis(problem: Problem, group: int | None = None) -> Schedule:
     """GIS, the generalised interleaved schedule (section 3): a device changes its stage every `group` micro-batches.
 
-    The default is d; W comes right after B.
-    Rank i begins with g(v-1) + d - i forwards, the one before its first B included, then runs one backward, one
-    forward. So rank 0 holds g(v-1) + d activations at most, whether they count until B or until W. Bubble: (d-1)(f+b),
-    and for each of the v-1 changes of stage (d-g)f + max(0, db - g(b+w)) more: the paper's (d-g)(v-1) is meant in units
-    of f = b = w, its Table 1 has g = d/2. Both hold where a group's time g(f+b+w) lets a forward, or a backward, pass
-    all devices, df and db. A last group that is not full is run as if it were, without the micro-batches that are not
-    there.
+    The default is d; W comes right after B. Rank i begins with g(v-1) + d - i forwards, the one before its first B
+    included, then runs one backward, one forward: rank 0 holds g(v-1) + d activations at most. Bubble: (d-1)(f+b), and
+    for each of the v-1 changes of stage (d-g)f + max(0, db - g(b+w)) more, where a group's time g(f+b+w) lets a
+    forward, or a backward, pass all devices, df and db. A last group that is not full is run as if it were, without the
+    micro-batches that are not there.
     """
     return _in_groups(problem, "gis", count_devices(problem) if group is None else group)
 
@@ -48,12 +55,10 @@ def gis_h(problem: Problem, group: int | None = None) -> Schedule:
 
 
 def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
-    d, m = count_devices(problem), problem.microbatches
-    v = count_chunks(problem)
+    d, v, m = count_devices(problem), count_chunks(problem), problem.microbatches
     if not ceil(d / 2) <= g <= d:
         raise InputError(f"group = {g}: {name} on {d} devices takes {ceil(d / 2)} to {d}")
-    # The last group may have micro-batches that do not exist.
-    groups = [range(first, first + g) for first in range(0, m, g)]
+    groups = [range(first, first + g) for first in range(0, m, g)]  # the last one may have more than there are
     there, back = visits(groups, range(v)), visits(groups, range(v)[::-1])
     lists: list[list[Op]] = [[] for _ in problem.devices]
     for i in range(d):
@@ -68,9 +73,9 @@ def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
 def po_h(problem: Problem) -> Schedule:
     """PO-H: half of the stages leave, ceil(v/2) on each device.
 
-    Where k is at most 1 about (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations, and up to 3.5 on their way.
-    Bubble: Table 1's v(d-1)T, T = f + b + w, where d forwards and d backwards, each in whole slots, fit in d slots:
-    ceil(df/T) + ceil(db/T) <= d (but for d = 3, v = 2). Elsewhere up to 3(v-2)/8 activations more and up to (vd-1)T.
+    Where k is at most 1 about (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations, and up to 3.5 on their way; the
+    bubble is at most v(d-1)T, T = f + b + w. Both where d forwards and d backwards, each in whole slots, fit in d
+    slots; elsewhere up to 3(v-2)/8 activations more and up to (vd-1)T.
     """
     return pipe_offload(problem, ceil(count_chunks(problem) / 2))
 
@@ -79,8 +84,8 @@ def po_h(problem: Problem) -> Schedule:
 def po_f(problem: Problem) -> Schedule:
     """PO-F: all stages leave.
 
-    Where k is at most 1 a device holds three activations at most, whatever d and v are (the paper's experiments say
-    about four). The bubble is bounded as PO-H's.
+    Where k is at most 1 a device holds three activations at most, whatever d and v are. The bubble is bounded as
+    PO-H's.
     """
     return pipe_offload(problem, count_chunks(problem))
 
@@ -88,43 +93,38 @@ def po_f(problem: Problem) -> Schedule:
 def pipe_offload(problem: Problem, leaving: int) -> Schedule:
     """PipeOffload (sections 2, 3.2, 4.2): GIS-H's block repeated uniformly, `leaving` stages a device offloaded.
 
-    Of the stages that can leave, those with the longest lifespan do. An activation of theirs, or a part of one, that
-    finds no slot in time stays. All stages count as lasting as long as the longest, and nothing is squeezed before the
-    transfers have their slots, so that the links keep up. The resulting programs run as soon as they can.
+    A link runs offloads and reloads alternately, each in a slot of its own; there is one each way for each slot of a
+    device or, where activations leave in parts, for each part. An activation, or a part of one, that finds no slot in
+    time stays. All stages count as lasting as long as the longest, and nothing is squeezed before the transfers have
+    their slots, so that the links keep up. The resulting programs run as soon as they can.
     """
     block, slot_ms = uniform_block(problem)
-    interval = slot_ms * count_chunks(problem)
+    interval, ms, links = slot_ms * count_chunks(problem), problem.costs.ms, problem.costs.link.tolist()
     launches = [j * interval for j in range(problem.microbatches)]
     lives = [(start + block.lasts[0], end) for start, end in zip(block.forward, block.backward, strict=True)]
-    leave = {
-        d: longest_lived([s for s in problem.stages_on(d) if problem.stages[s].can_offload], lives)[:leaving]
-        for d in range(len(problem.devices))
-    }
+    leave: dict[int, list[int]] = {}  # by device, those with the longest lives first (section 2)
+    for d in range(len(problem.devices)):
+        able = [s for s in problem.stages_on(d) if problem.stages[s].can_offload]
+        if leaves := sorted(able, key=lambda s: lives[s][0] - lives[s][1])[:leaving]:
+            leave[d] = leaves
     transfers: list[tuple[int, int, int, int, int]] = []
     begins: list[float] = []
-    for sharers in _links(problem, leave):
-        for d, (offloads, reloads) in zip(sharers, _slots(problem, leave, sharers, lives, slot_ms), strict=True):
-            for s in leave[d]:
-                visits = [
-                    (j, part) for j in range(problem.microbatches) for part in range(problem.stages[s].offload_parts)
-                ]
-                stays = [(lives[s][0] + launches[j], lives[s][1] + launches[j]) for j, _ in visits]
-                for visit, found in zip(visits, fill(offloads, reloads, stays, interval, slot_ms), strict=True):
-                    if found:
-                        transfers += [(Kind.O, s, *visit, 0), (Kind.R, s, *visit, 0)]
-                        begins += found
+    for link in dict.fromkeys(links[d] for d in leave):
+        sharers = [d for d in leave if links[d] == link]
+        lengths = [(float(ms[Kind.O, leave[d]].max()), float(ms[Kind.R, leave[d]].max())) for d in sharers]
+        first = min(lives[s][0] for s in leave[sharers[0]])  # the end of the first forward
+        pitch = slot_ms / max(problem.stages[s].offload_parts for d in sharers for s in leave[d])
+        each_way = staggered(lengths, first, pitch, problem.transfer_mode == "half_duplex")
+        for s, (offloads, reloads) in ((s, ways) for d, ways in zip(sharers, each_way, strict=True) for s in leave[d]):
+            pieces = [(j, part) for j in range(problem.microbatches) for part in range(problem.stages[s].offload_parts)]
+            stays = [(lives[s][0] + launches[j], lives[s][1] + launches[j]) for j, _ in pieces]
+            for piece, found in zip(pieces, fill(offloads, reloads, stays, interval, slot_ms), strict=True):
+                if found:
+                    transfers += [(Kind.O, s, *piece, 0), (Kind.R, s, *piece, 0)]
+                    begins += found
     table, start = slots(block, launches)
-    return lift_table(
-        problem, np.concatenate([table, np.array(transfers, dtype=np.int32).reshape(-1, 5)]), np.r_[start, begins]
-    )
-
-
-def longest_lived(stages: Iterable[int], lives: Sequence[tuple[float, float]]) -> list[int]:
-    """Selective offload (section 2): sort stages by the time between forward and backward, the longest first.
-
-    The longer activations live, the more of them there are at a time.
-    """
-    return sorted(stages, key=lambda s: lives[s][0] - lives[s][1])
+    moves = np.array(transfers, dtype=np.int32).reshape(-1, 5)
+    return lift_table(problem, np.concatenate([table, moves]), np.r_[start, begins])
 
 
 def uniform_block(problem: Problem) -> tuple[Block, float]:
@@ -144,7 +144,11 @@ def uniform_block(problem: Problem) -> tuple[Block, float]:
         f = b = w = 1.0  # nothing lasts: any order of the paper's unit model will do
     h, T = float(problem.costs.message_ms.max()), f + b + w
     n = _whole((f + b + 2 * h) / T)
-    there_g, back_g = _intervals(d * (f + h) / T, d * (b + h) / T, n * d)
+    # Slots between a device's stages on the way there and on the way back; slack is shared evenly.
+    way_there, way_back = d * (f + h) / T, d * (b + h) / T
+    both = max(n * d, _whole(way_there) + _whole(way_back))
+    pairs = ((g, both - g) for g in range(_whole(way_there), both - _whole(way_back) + 1))
+    there_g, back_g = min(pairs, key=lambda pair: (abs((pair[0] - way_there) - (pair[1] - way_back)), pair[1]))
     x = max(f + h, n * T - (back_g * T - b - h) / max(1, d - 1))
     there = distinct_slots(0, v, there_g)
     back = distinct_slots(there[-1], v, back_g)[::-1]
@@ -153,46 +157,8 @@ def uniform_block(problem: Problem) -> tuple[Block, float]:
     return Block(forward, backward, [start + b for start in backward], (f, b, w)), T
 
 
-def _intervals(there: float, back: float, both: int) -> tuple[int, int]:
-    """Return the slots between a device's stages on the way there and on the way back.
-
-    Whole numbers, no fewer than these, and together as few as can be but no fewer than `both`; slack is shared evenly.
-    """
-    fewest = _whole(there), _whole(back)
-    both = max(both, sum(fewest))
-    pairs = [(g, both - g) for g in range(fewest[0], both - fewest[1] + 1)]
-    return min(pairs, key=lambda pair: (abs((pair[0] - there) - (pair[1] - back)), pair[1]))
-
-
 def _whole(slots: float) -> int:
     return ceil(slots - TOLERANCE)
-
-
-def _links(problem: Problem, leave: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """Group the devices with stages that leave by the link that they share."""
-    links: dict[int, list[int]] = {}
-    for d, link in enumerate(problem.costs.link.tolist()):
-        if leave[d]:
-            links.setdefault(link, []).append(d)
-    return list(links.values())
-
-
-def _slots(
-    problem: Problem,
-    leave: Mapping[int, Sequence[int]],
-    sharers: Sequence[int],
-    lives: Sequence[tuple[float, float]],
-    slot_ms: float,
-) -> list[tuple[Slots, Slots]]:
-    """Make the slots of the devices that share a link, from the end of the first forward on.
-
-    There is one each way for each slot of a device or, where activations leave in parts, for each part.
-    """
-    ms = problem.costs.ms
-    lengths = [(float(ms[Kind.O, leave[d]].max()), float(ms[Kind.R, leave[d]].max())) for d in sharers]
-    parts = max(problem.stages[s].offload_parts for d in sharers for s in leave[d])
-    begin = min(lives[s][0] for s in leave[sharers[0]])
-    return staggered(lengths, begin, slot_ms / parts, problem.transfer_mode == "half_duplex")
 
 
 @dataclass
@@ -232,12 +198,8 @@ def staggered(
     One device's offload and the next one's reload stand together, as in the paper's synchronized interleaved transfers:
     at one time or, on a half-duplex link, one after the other. The first device's next slot is `pitch` ms after its
     last one, or as soon after as the link allows. So a device that has a link for itself offloads at the beginning of
-    each pitch, the first of which is at `begin`, and has reloaded by its end.
-
-    Parameters
-    ----------
-    lengths
-        How many ms the offloads and the reloads of each device last at most.
+    each pitch, the first of which is at `begin`, and has reloaded by its end. `lengths`: how many ms the offloads and
+    the reloads of each device last at most.
     """
     n = len(lengths)
     together = [(lengths[q][0], lengths[(q + 1) % n][1]) for q in range(n)]
@@ -265,11 +227,9 @@ def fill(
     ----------
     stays
         When the forward of each ends and its backward starts (ms), in order of time.
-    patience
-        An activation that would wait longer than this (ms) for a link that is too slow stays; else those after it would
-        wait longer and longer.
-    away
-        An activation that would not be away for so long (ms) stays.
+    patience, away
+        Who would wait for longer than `patience` ms stays, else those behind would wait longer and longer; who would
+        not be away for `away` ms, too.
     """
     leaves = [offloads.take(offloads.within(begin, begin + patience + offloads.length)) for begin, _ in stays]
     slots: list[tuple[float, float] | None] = []
@@ -280,3 +240,70 @@ def fill(
             both = None if returning is None else (leaving, returning)
         slots.append(both)
     return slots[::-1]
+
+
+@published("algorithm-1", "OptPipe, Algorithm 1 as printed")
+def algorithm_1(problem: Problem, tolerance: int = 0) -> Schedule:
+    """AdaOffload as printed (OptPipe, Algorithm 1), for one stage a device, with a tolerance T of `tolerance` ms.
+
+    The heuristic `adaoffload` takes its idea, searches its tolerance, and asks memory what fits.
+
+    Steps 1 and 2: a stage fills with forwards until the next one would delay its first backward by T or more
+    (`fills`). Step 3, PipeOffload's rules: then one backward, its weight gradient right after it, and one forward take
+    turns; every activation leaves after its forward and returns before its backward, but for those whose backward
+    follows at once. A forward waits until the activation before it has left (line 18), which is all that keeps memory
+    low: nothing asks for the limit.
+
+    Printed errors: line 18 reads F of the last micro-batch on the stage before, for F of the same one; line 19 uses the
+    completion of F that line 20 computes.
+    """
+    lists = []
+    for s, fill in enumerate(fills(problem, tolerance)):
+        forwards = [Op(Kind.F, s, j) for j in range(problem.microbatches)]
+        backwards = [[Op(kind, s, j) for kind in (Kind.B, Kind.W)] for j in range(problem.microbatches)]
+        lists.append(_with_transfers(problem, s, warmed_up(forwards, backwards, fill - 1)))
+    devices = [problem.stages_on(d) for d in range(len(problem.devices))]
+    return Schedule(problem, tuple(Program.from_items(op for s in stages for op in lists[s]) for stages in devices))
+
+
+def fills(problem: Problem, tolerance_ms: float) -> list[int]:
+    """Count the forwards of each stage before its first backward (steps 1 and 2, lines 6 to 22)."""
+    ms, messages = problem.costs.ms, problem.costs.message_ms
+    forward = ms[Kind.F].tolist()
+    offload = (ms[Kind.O] * problem.costs.parts[:, None]).tolist()
+    stages = len(problem.stages)
+    # EstStart(B_{s,0}): micro-batch 0 goes to the last stage and comes back.
+    there, back = (ms[Kind.F, :, 0] + messages[FORWARDS, :, 0]).sum(), ms[Kind.B, 1:, 0] + messages[GRADIENTS, :-1, 0]
+    starts = [float(there + back[s:].sum()) for s in range(stages)]
+    counts: list[int] = []
+    arrived = [0.0] * problem.microbatches  # when F of the stage before has ended, and its message has come
+    for s in range(stages):
+        done: list[float] = []
+        left = 0.0  # when the last activation has left
+        for j, at in enumerate(arrived):
+            if done and max(done[-1], left + offload[s][j]) >= starts[s] + tolerance_ms:
+                break
+            done.append(max(done[-1] if done else 0.0, left, at) + forward[s][j])
+            left = done[-1] + offload[s][j]
+        counts.append(len(done))
+        if s + 1 < stages:  # no stage fills further than the one before
+            arrived = (np.array(done) + messages[FORWARDS, s + 1, : len(done)]).tolist()
+    return counts
+
+
+def _with_transfers(problem: Problem, s: int, compute: list[Op]) -> list[Op]:
+    """The stage's ops with O, D and R of the activations that leave."""
+    place = {op: i for i, op in enumerate(compute)}
+    before: dict[int, list[Op]] = defaultdict(list)
+    for j in range(problem.microbatches if problem.stages[s].can_offload else 0):
+        forward, backward = place[Op(Kind.F, s, j)], place[Op(Kind.B, s, j)]
+        if backward - forward <= AHEAD:
+            continue
+        back = backward - AHEAD
+        drop = next((i for i in range(forward + 1, back) if compute[i].kind == Kind.F), back)
+        for kind, at in ((Kind.O, forward + 1), (Kind.D, drop), (Kind.R, back)):
+            before[at] += [Op(kind, s, j, part) for part in range(problem.stages[s].offload_parts)]
+    ops: list[Op] = []
+    for i, op in enumerate(compute):
+        ops += [*sorted(before[i], key=lambda x: (Kind.O, Kind.D, Kind.R).index(x.kind)), op]
+    return ops

@@ -7,6 +7,7 @@ from typing import Any
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage
+from optpipe.schedule import Schedule, certify
 from support.problems import pipeline, stage, strategies
 
 ACTIVATION = 1000  # bytes of one stage's activation
@@ -56,3 +57,8 @@ def unevenly(draw: Any, problem: Problem) -> Problem:
         return fields | {name: draw(strategies.times) for name in names if name in fields}
 
     return problem.replace(stages=[changed(stage) for stage in problem.stages], p2p_ms=draw(strategies.times))
+
+
+def peaks(schedule: Schedule) -> list[float]:
+    """What each device holds at its fullest, in activations of one stage."""
+    return [peak.bytes / ACTIVATION for peak in certify(schedule.problem, schedule).device]
