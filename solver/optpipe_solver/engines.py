@@ -31,9 +31,7 @@ class Engine(Protocol):
         """Load what it takes, emit `Ready`, search until the request's time is up, and emit each better schedule and
         bound.
 
-        Returns
-        -------
-        The seconds of its time limit that it used by its own count of work; None if it goes by the clock.
+        Returns the seconds of its time limit that it used by its own count of work; None if it goes by the clock.
         """
 
 

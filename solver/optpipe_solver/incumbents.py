@@ -31,8 +31,6 @@ class Incumbents:
 
     Parameters
     ----------
-    problem, objective
-        What schedules are for, and what makes one better.
     emit
         Gets each better schedule and each better bound.
     kinds
@@ -99,9 +97,7 @@ class Incumbents:
     def offer(self, schedule: Schedule, is_news: bool = True) -> str | None:
         """Keep a schedule if it is valid, and shorter than all before or than those of a kind.
 
-        Returns
-        -------
-        What is wrong with the schedule; None if nothing is, or if it is no better.
+        Returns what is wrong with the schedule; None if nothing is, or if it is no better.
         """
         with self._lock:
             try:

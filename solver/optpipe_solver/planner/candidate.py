@@ -75,8 +75,8 @@ class Candidate:
     @property
     def division(self) -> tuple[int, ...]:
         """The degrees of parallelism: tp, pp, dp, ep, cp."""
-        parallelism = self.estimate.parallelism
-        return parallelism.tp, parallelism.pp, parallelism.dp, parallelism.ep, parallelism.cp
+        degrees = self.estimate.parallelism
+        return degrees.tp, degrees.pp, degrees.dp, degrees.ep, degrees.cp
 
     @property
     def state_bytes(self) -> int:
@@ -93,19 +93,18 @@ class Candidate:
     @property
     def has_room_for_1f1b(self) -> bool:
         """Whether pp micro-batches fit into every device, one stage a device."""
-        estimated = self.estimate
-        if estimated.parallelism.chunks > 1:
-            return False
-        pp, layers = estimated.parallelism.pp, estimated.layers
-        held = [sum(one_for_all(layers[i].activation_bytes) for i in pieces) for pieces in estimated.stages]
-        return all(pp * size < memory.budget for size, memory in zip(held, estimated.devices, strict=True))
+        pp, layers = self.estimate.parallelism.pp, self.estimate.layers
+        held = [sum(one_for_all(layers[i].activation_bytes) for i in pieces) for pieces in self.estimate.stages]
+        return self.estimate.parallelism.chunks == 1 and all(
+            pp * size < memory.budget for size, memory in zip(held, self.estimate.devices, strict=True)
+        )
 
     @property
     def parts_ms(self) -> dict[str, float]:
         """Where the iteration goes, in ms that add up to it.
 
-        Those of `PARTS` are the means over devices of what all ops together take; `uneven stages` is how much longer
-        the busiest device computes, `waiting` how long it does not; without a schedule, what the bound says of it.
+        Those of `PARTS` are means over devices; `uneven stages` is how much longer the busiest device computes,
+        `waiting` how long it does not; without a schedule, what the bound says of it.
         """
         estimate, m = self.estimate, self.estimate.run.microbatches
         busy = estimate.busy_ms
@@ -152,11 +151,9 @@ class Candidate:
         if not self.cannot:
             return problem
         without = dict.fromkeys(self.cannot)
-        stages, layers = (
-            tuple(costs.model_copy(update=without) for costs in those)
-            for those in (problem.stages, problem.layers or ())
-        )
-        return problem.model_copy(update={"stages": stages, "layers": layers})
+        each = {"stages": problem.stages, "layers": problem.layers or ()}
+        fields = {name: tuple(costs.model_copy(update=without) for costs in those) for name, those in each.items()}
+        return problem.model_copy(update=fields)
 
     def used_bytes(self, schedule: Schedule) -> list[int]:
         """What each GPU holds at its fullest, state, workspace and reserve included."""
@@ -204,10 +201,9 @@ class Difference(NamedTuple):
 
     Attributes
     ----------
-    longer
-        The logarithm of its predicted iteration over that of the best one; without a schedule, of its bound.
-    spread
-        The standard deviation of that logarithm.
+    longer, spread
+        The logarithm of its predicted iteration, without a schedule of its bound, over that of the best one; the
+        standard deviation of that.
     variance
         What of its variance comes from each parameter, and from what is unexplained of both: shares that add up to 1.
     """
@@ -218,7 +214,7 @@ class Difference(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is less than one standard deviation: the two are equal as far as is known."""
+        """Whether the two are equal as far as is known: it is less than one standard deviation."""
         return self.longer < self.spread
 
     @property

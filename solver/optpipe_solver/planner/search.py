@@ -47,18 +47,12 @@ class Plan:
         All candidates, the shortest iteration first, then the lowest bounds.
     too_large
         How many of them have no room for one micro-batch, or for any schedule of the stack.
-    looked_at
-        How many were given schedules, whether they fit or not.
-    solved
-        How many were searched.
+    looked_at, solved
+        How many were given schedules, whether they fit or not; how many were searched.
     gap
         Candidates that could be shorter by no more than this share were ruled out.
-    time_s
-        How long the search took.
     notes
         Why searches of candidates failed.
-    today
-        What runs today, if the question has it.
     """
 
     question: Question
@@ -170,13 +164,13 @@ class PlanSearch:
         )
 
     def cancel(self) -> None:
-        """Ends the search soon; `run` returns the best so far. Searches of single candidates are not ended."""
+        """End the search soon; `run` returns the best so far. Searches of single candidates are not ended."""
         self.cancelled = True
         self._clock.stop()
 
     @property
     def looked_at(self) -> int:
-        """How many candidates have been given schedules, whether they fit or not."""
+        """How many candidates have been given schedules."""
         return len(self._looked_at)
 
     def may_win(self, candidate: Candidate) -> bool:

@@ -74,9 +74,7 @@ def _figures(costs: StageCosts, microbatches: int) -> Floats:
 def improve_partitions(request: Request, starts: Sequence[Placement], clock: Clock) -> list[Placement]:
     """Descend from each partition, then go on with the best third, until time is up.
 
-    Returns
-    -------
-    The best partition of each descent.
+    Returns the best partition of each descent.
     """
     descents = [PartitionDescent(request.problem, request.objective, start, request.seed) for start in starts]
     for count in (len(descents), -(-len(descents) // 3)):
@@ -93,14 +91,8 @@ class PartitionDescent:
     """Local search from a partition to a better neighbour, as long as there is one.
 
     In a neighbour one stage has a layer less, another one more, and those between are shifted. A partition is as good
-    as the best simulated schedule of a few policies of AdaOffload, which respects the memory.
-
-    Attributes
-    ----------
-    placement, length_ms
-        The best partition so far, and the length of its schedule.
-    steps
-        The descent: each step judges one partition, and yields how many compute ops were handled for it.
+    as the best simulated schedule of a few policies of AdaOffload, which respects the memory. Each of the `steps`
+    judges one partition, and yields how many compute ops were handled for it.
     """
 
     def __init__(self, problem: Problem, objective: Objective, placement: Placement, seed: int = 0) -> None:

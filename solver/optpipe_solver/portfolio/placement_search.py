@@ -150,8 +150,7 @@ class PlacementSearch:
         """Search in the rules of a list scheduler on every placement that may win, then on the half of them where rules
         lead to the shortest schedules, and so on; each time for a part of the share, side by side.
 
-        The time is counted in ops; the clock ends only what takes longer, with one thread much longer. Where rules lead
-        to no schedule the share is left to others.
+        The time is counted in ops; the clock ends only what takes longer, with one thread much longer.
         """
         request, contenders = self.request, self.contenders.ranked()
         too_short = request.method != "auto" or request.time_limit_s < tuning.RULES_S
@@ -241,7 +240,7 @@ class PlacementSearch:
         the engine `dispatch` would begin with, then the published systems for its stages.
 
         The lowest bounds come first, should time run out. All but the heuristic stops when half of all the time is
-        over. Nothing waits until rules are compiled.
+        over.
         """
         order = sorted(contenders, key=lambda contender: contender.incumbents.bound_ms)
         each_s = share * self.clock.seconds / max(1, len(contenders))
