@@ -31,9 +31,9 @@ def with_times(problem: Problem, change: Callable[[Fraction, bool], float]) -> P
         return each
 
     def costs_changed(costs: Any, parts: int) -> dict[str, Any]:
-        given = {name: ms for name in (*COMPUTE_MS, *TRANSFER_MS) if (ms := getattr(costs, name, None)) is not None}
+        times = {name: ms for name in (*COMPUTE_MS, *TRANSFER_MS) if (ms := getattr(costs, name, None)) is not None}
         return {
-            name: changed(ms, computes=True) if name in COMPUTE_MS else changed(ms, parts) for name, ms in given.items()
+            name: changed(ms, computes=True) if name in COMPUTE_MS else changed(ms, parts) for name, ms in times.items()
         }
 
     stages = []

@@ -67,7 +67,7 @@ def ada_offload(problem: Problem, objective: Objective, clock: Clock = UNLIMITED
         before, is_first = best, best is None
         failures += step.listed is None  # a start is none: the best may be yet to come
         has_pairs = step.ms < NO_SCHEDULE_MS and problem.overlap_factor is not None
-        if step.ms not in lengths or has_pairs:  # pairs tell them apart
+        if step.ms not in lengths or has_pairs:  # schedules of one length differ by their pairs
             lengths.add(step.ms)
             if schedule := simulator.schedule(step.rules, method, step.listed):
                 best = _shortest(objective, best, *_in_pairs_or_not(problem, schedule))

@@ -24,7 +24,7 @@ from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import generate, one_at_a_time
 from optpipe_solver.portfolio import Portfolio
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
-from optpipe_solver.portfolio.portfolio import in_all_parts, incumbents_of
+from optpipe_solver.portfolio.portfolio import in_more_parts, incumbents_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,8 +87,8 @@ def test_a_search_begins_with_what_is_valid_with_less(problem: Problem, times: i
 def test_in_more_parts_a_schedule_is_as_long(problem: Problem, times: int) -> None:
     coarse = with_stages(problem, offload_parts=1)
     known = generate("adaoffload", coarse)
-    divided = in_all_parts(Programs.from_schedule(known).schedule(with_stages(problem, offload_parts=times), "divided"))
-    assert divided is not None
+    finer = Programs.from_schedule(known).schedule(with_stages(problem, offload_parts=times), "divided")
+    *_, divided = in_more_parts(finer)
     assert check(divided.problem, divided) == []
     assert divided.makespan_ms == pytest.approx(known.makespan_ms)
 
@@ -104,7 +104,7 @@ def test_a_placed_schedule_begins_a_search_on_the_stages_that_its_placement_made
 
 
 def test_a_schedule_with_all_parts_stays_as_it_is():
-    assert in_all_parts(generate("adaoffload", chain(m=3))) is None
+    assert list(in_more_parts(generate("adaoffload", chain(m=3)))) == []
 
 
 @pytest.mark.parametrize(("gains_at_s", "ready_s", "until_s"), [(1.0, 0.0, 15.0), (15.0, 0.0, 22.5), (1.0, 40.0, 40.0)])

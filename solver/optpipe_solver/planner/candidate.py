@@ -214,7 +214,7 @@ class Difference(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether the two are equal as far as is known: it is less than one standard deviation."""
+        """Whether the two cannot be distinguished: it is less than one standard deviation."""
         return self.longer < self.spread
 
     @property

@@ -32,7 +32,7 @@ from optpipe_solver.systems import SYSTEMS, generate
 GB = 1e9
 MEGATRON = ("1f1b", "interleaved")  # the schedules that Megatron-LM has
 Progress = Literal["bounds", "published schedules", "list scheduling", "searches"]
-# Searches a candidate's schedule, from one that is known, for so many seconds. Returns None, or raises OptPipeError, if
+# Searches a candidate's schedule, from another one, for so many seconds. Returns None, or raises OptPipeError, if
 # nothing came of it.
 Solve = Callable[[Problem, Schedule | None, float], Result | None]
 
@@ -144,7 +144,7 @@ class PlanSearch:
         Raises
         ------
         InputError
-            If no division suits the question, none fits the memory, or nothing can run as it is said to do today.
+            If no division suits the question, none fits the memory, or nothing runs as `today` has it.
         """
         self.candidates = candidates(self.question)
         runs = running(self._today, self.candidates) if self._today else None

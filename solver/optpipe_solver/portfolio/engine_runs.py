@@ -1,6 +1,6 @@
 """`EngineRuns`: which engine runs when, from which schedule and for how long; what engines find; how much they hold.
 
-`EngineProcesses` starts, hears and stops their processes.
+`EngineProcesses` starts, listens to and stops their processes.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def mismatch(problem: Problem) -> str | None:
 
 
 def _figures(costs: StageCosts, microbatches: int) -> Floats:
-    """(4, m) what tells layers apart."""
+    """(4, m) what distinguishes layers."""
     figures = costs.forward_ms, costs.backward_input_ms, costs.backward_weight_ms, costs.activation_bytes
     return np.array([np.broadcast_to(figure, microbatches) for figure in figures], dtype=float)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from operator import methodcaller
@@ -89,7 +89,13 @@ class PlacementSearch:
             if self.named.infeasible:
                 contenders.note(self.named.infeasible, self.named.placement)
             return
-        with self._compiling():
+        request = self.request
+        uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
+        with ExitStack() as meanwhile:
+            if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not rules_are_compiled():
+                contenders.note(engines.COMPILING)  # in the engine's own process
+                asked = {"method": "dispatch", "placements": "keep", "time_limit_s": 1e-3, "warm_start": None}
+                meanwhile.callback(Child(ENGINE, request.model_copy(update=asked)).close)
             for phase in self.phases():
                 self.clock.spend(phase.run(phase.share) * self.clock.seconds)
         if contenders.best_ms == NO_SCHEDULE_MS and contenders.last_note:
@@ -214,22 +220,6 @@ class PlacementSearch:
             if self._search(best, self.request.method, self.clock.left_s, although_proven=True) is None:
                 self.contenders.note(f"{self.request.method}: there was no time left to start it")
         return 0.0
-
-    @contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """Meanwhile have the engine `dispatch` compile the rules, in its own process, if nobody did on this machine."""
-        engine: Child | None = None
-        request = self.request
-        uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
-        if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not rules_are_compiled():
-            self.contenders.note(engines.COMPILING)
-            asked = {"method": "dispatch", "placements": "keep", "time_limit_s": 1e-3, "warm_start": None}
-            engine = Child(ENGINE, request.model_copy(update=asked))
-        try:
-            yield
-        finally:
-            if engine:
-                engine.close()
 
     def _heuristic(self, name: str) -> str:
         """The heuristic that the request names; this one if it names none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -166,30 +167,34 @@ def schedules_from(start: Programs, problem: Problem) -> Iterator[Schedule]:
     """
     schedule = start.model_copy(update={"placement": None}).schedule(problem, start.method or "warm start")
     yield schedule
-    yield from filter(None, [in_all_parts(schedule)])
+    yield from in_more_parts(schedule)
     yield from filter(None, [repair(problem, schedule)])
 
 
-def in_all_parts(schedule: Schedule) -> Schedule | None:
-    """The schedule in which activations leave in all their parts, taken for one of a problem with fewer.
+def in_more_parts(schedule: Schedule) -> Iterator[Schedule]:
+    """Yield the schedule as one of problems with fewer parts of activations, those with the most parts first.
 
-    Where a stage's transfers move parts 0 to k - 1 of n, k a divisor of n, each was for the n-th part of k: it becomes
-    n / k transfers, one right after the other, of as many bytes in as much time. So what is valid with few parts is
-    valid, and as long, with more. Returns None if no stage's parts divide like that.
+    With n parts for k each transfer becomes n / k, one right after the other, of as many bytes in as much time. So what
+    is valid with few parts is valid, and as long, with more. A schedule does not say how many parts there were: it may
+    not move all of them. So all stages are taken to have had the same share of theirs, at last each only those moved.
     """
     parts = schedule.problem.costs.parts
     used = np.ones_like(parts)
     for program in schedule.programs:
         moved = program.table[of_kinds(program.table, Kind.O, Kind.D, Kind.R)]
         np.maximum.at(used, moved[:, STAGE], moved[:, PART] + 1)
-    pieces: Ints = np.where(parts % used == 0, parts // used, 1)
+    most = parts // used
+    choices = [np.where((parts % n == 0) & (n <= most), n, 1) for n in range(2, int(most.max()))]
+    choices.append(np.where(parts % used == 0, most, 1))
+    for pieces in choices:
+        if (pieces > 1).any():
+            yield schedule.with_tables(partial(_divided, pieces=pieces))
 
-    def divided(table: Table) -> Table:
-        moves = of_kinds(table, Kind.O, Kind.D, Kind.R)
-        count = np.where(moves, pieces[table[:, STAGE]], 1)
-        table = np.repeat(table, count, axis=0)
-        nth = np.arange(len(table)) - np.repeat(np.cumsum(count) - count, count)
-        table[:, PART] = table[:, PART] * np.repeat(count, count) + nth
-        return table
 
-    return None if (pieces == 1).all() else schedule.with_tables(divided)
+def _divided(table: Table, pieces: Ints) -> Table:
+    """A program in which each transfer of a stage is as many as `pieces` (S,) has."""
+    count = np.where(of_kinds(table, Kind.O, Kind.D, Kind.R), pieces[table[:, STAGE]], 1)
+    table = np.repeat(table, count, axis=0)
+    nth = np.arange(len(table)) - np.repeat(np.cumsum(count) - count, count)
+    table[:, PART] = table[:, PART] * np.repeat(count, count) + nth
+    return table
