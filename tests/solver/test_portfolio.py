@@ -119,14 +119,6 @@ def test_runs_repeat_with_another_seed_but_not_after_a_failure(engines, monkeypa
     assert len(set(seeds)) == len(seeds)
 
 
-def test_an_engine_with_nothing_more_to_do_does_not_run_again(engines, monkeypatch):
-    engines("seed 0.1", "seed 8.0")
-    monkeypatch.setattr(tuning, "AUTO", (EngineRun("cpsat", 0.2, repeat=True), EngineRun("milp", 0.2, repeat=True)))
-    told = notes(run(pipeline(), time_limit_s=80.0, threads=1))
-    assert sum(text.startswith("cpsat") for text in told) == 1
-    assert sum(text.startswith("milp") for text in told) > 2
-
-
 def test_what_an_engine_does_not_use_is_left_to_the_next(engines):
     engines("spends 1.0", "tells")
     after = notes(run(pipeline(), threads=1, time_limit_s=20.0))
