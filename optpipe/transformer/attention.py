@@ -23,11 +23,6 @@ def attention(share: Share, window: int) -> Piece:
     return _latent(share, keys_of_query) if share.shape.kv_latent else _grouped(share, keys_of_query)
 
 
-def skipped_scores(share: Share) -> int:
-    """By how much a causal kernel divides the scores: flash attention leaves out those of later tokens."""
-    return 2 if share.shape.causal and share.run.attention == "flash" else 1
-
-
 def _grouped(share: Share, keys_of_query: float) -> Piece:
     """11·b·s·h + 5·a·s²·b and its norm's 2·b·s·h (Korthikanti et al. 2023, section 4.1).
 

@@ -13,7 +13,6 @@ from optpipe.model.figures import one_for_all
 from optpipe.model.placement import Placement, together
 from optpipe.model.problem import Problem
 from optpipe.model.records import COMPUTE_MS, Device, Stage, StageCosts
-from optpipe.transformer.attention import skipped_scores
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.pieces import all_pieces
 from optpipe.transformer.records import Parallelism, Run, Transformer
@@ -176,7 +175,7 @@ class Estimate:
 
         Narayanan et al. 2021, and Chowdhery et al. 2022, appendix B: all scores count, recomputation does not.
         """
-        skipped = skipped_scores(self._share)
+        skipped = 2 if self.shape.causal and self.run.attention == "flash" else 1  # scores of later tokens
         forward = sum(piece.work.matmul + skipped * piece.work.scores for piece in self.pieces)
         return 3 * forward * self.parallelism.tp * self.parallelism.cp
 
@@ -288,7 +287,15 @@ def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece]) -> DeviceMemo
     run = share.run
     sizes = ((run.value_bytes, 3), (run.gradient_bytes, 2), (run.state_bytes, 1))
     weights, gradients, optimizer = (ceil(each * kept_weights(share, pieces, zero)) for each, zero in sizes)
-    workspace = _workspace(share, pieces)
+    # While an op runs: recomputed tensors and gradients of a piece, messages; with ZeRO 3 the weights of a layer and
+    # the next, with ZeRO 2 a layer's gradients before they are reduced.
+    inside = max(
+        piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in pieces
+    )
+    messages = MESSAGES * share.message_bytes if share.parallelism.pp > 1 else 0.0
+    gathered = 2 * run.value_bytes * (share.parallelism.zero >= 3) + run.gradient_bytes * (share.parallelism.zero >= 2)
+    largest = max(piece.weights + piece.expert_weights for piece in pieces)
+    workspace = ceil(inside + messages + gathered * largest)
     left = gpu.memory_bytes - gpu.reserved_bytes - (weights + gradients + optimizer) - workspace
     return DeviceMemory(weights, gradients, optimizer, workspace, gpu.reserved_bytes, left)
 
@@ -309,15 +316,3 @@ def kept_weights(share: Share, pieces: Sequence[Piece], zero: int) -> float:
         return dense + experts
     replicas = parallelism.dp * parallelism.cp
     return dense / replicas + experts / (replicas / parallelism.ep)
-
-
-def _workspace(share: Share, pieces: Sequence[Piece]) -> int:
-    """What lives while an op runs: recomputed tensors and gradients of a piece, messages, whole weights."""
-    run, zero = share.run, share.parallelism.zero
-    inside = max(
-        piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in pieces
-    )
-    messages = MESSAGES * share.message_bytes if share.parallelism.pp > 1 else 0.0
-    # With ZeRO 3 the weights of a layer and the next, with ZeRO 2 a layer's gradients before they are reduced.
-    gathered = 2 * run.value_bytes * (zero >= 3) + run.gradient_bytes * (zero >= 2)
-    return ceil(inside + messages + gathered * max(piece.weights + piece.expert_weights for piece in pieces))

@@ -100,15 +100,15 @@ def _iteration(lists: dict[str, Any], rank: int, step: int, sizes: Sizes) -> Ite
     apart = bool(lists.get("wgrad_start"))
     if set(lists["fwd_start"]) & set(lists["bwd_start"]):
         raise ValueError(f"iteration {step} has a forward and a backward that run as one, so neither has a time")
-    evaluation = not lists["bwd_start"]
+    evaluation, devices = not lists["bwd_start"], sizes.devices
     for name, kind in (("fwd", Kind.F), ("bwd", Kind.B if apart else Kind.BW), ("wgrad", Kind.W)):
         starts, ends = lists.get(f"{name}_start", []), lists.get(f"{name}_end", [])
         if len(starts) > (expected := sizes.chunks * sizes.microbatches) and not evaluation:
             raise ValueError(f"iteration {step} has {len(starts)} of {name}_start, not {expected}")
-        in_order = [_in_order(n, sizes.devices, sizes.chunks) for n in range(len(starts))]
-        numbers = lists.get(f"{name}_minibatch") or [number for number, _ in in_order]
+        in_order = [divmod(n, devices * sizes.chunks) for n in range(len(starts))]  # Megatron's: groups of devices
+        numbers = lists.get(f"{name}_minibatch") or [group * devices + n % devices for group, n in in_order]
         chunks = lists.get(f"{name}_chunk") or [
-            chunk if kind is Kind.F else sizes.chunks - 1 - chunk for _, chunk in in_order
+            n // devices if kind is Kind.F else sizes.chunks - 1 - n // devices for _, n in in_order
         ]
         for start, end, number, chunk in zip(starts, ends, numbers, chunks, strict=False):
             most = sizes.microbatches + 1  # some number from 1
@@ -118,12 +118,3 @@ def _iteration(lists: dict[str, Any], rank: int, step: int, sizes: Sizes) -> Ite
                     f"{sizes.microbatches} and {sizes.chunks} are numbered from 0"
                 )
             yield ChunkOp(kind, rank, int(chunk), int(number), step, float(start), float(end) - float(start))
-
-
-def _in_order(n: int, devices: int, chunks: int) -> tuple[int, int]:
-    """Micro-batch and chunk of a rank's n-th forward, in Megatron's order."""
-    if chunks == 1:
-        return n, 0
-    group, within = divmod(n, devices * chunks)
-    chunk, number = divmod(within, devices)
-    return group * devices + number, chunk
