@@ -1,4 +1,4 @@
-"""Steps of timelines replayed with their own times. The public ones are no part of the repository: the folder that
+"""Timelines replayed with their own times, and diagnosed. The public ones are no part of the repository: the folder that
 OPTPIPE_TRACES names has them."""
 
 from __future__ import annotations
@@ -37,14 +37,27 @@ def test_a_mistake_is_one_sentence(words, message, bench, tmp_path):
     assert message in err
 
 
-def test_the_page_has_what_the_results_say(bench):
+@pytest.mark.parametrize(("name", "page", "least"), [("traces", "fidelity", 7), ("corpus", "diagnose", 6)])
+def test_the_page_has_what_the_results_say(name, page, least, bench):
     root = Path(__file__).parents[2]
-    code, out, err = bench("traces", "--results", root / "benchmarks/results/traces.jsonl")
+    code, out, err = bench(name, "--results", root / f"benchmarks/results/{name}.jsonl")
     assert code == 0, err
-    page = (root / "docs/fidelity.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in out.splitlines() if row.startswith("| ")]
-    assert len(rows) > 6
-    assert set(rows) <= set(page)
+    assert len(rows) >= least
+    assert set(rows) <= {*(root / f"docs/{page}.md").read_text(encoding="utf-8").splitlines()}
+
+
+def test_a_folder_is_diagnosed_once(bench, tmp_path):
+    saved(timeline(), tmp_path)
+    results = tmp_path / "results.jsonl"
+    code, out, err = bench("corpus", tmp_path, "--results", results)
+    assert code == 0, err
+    assert "| timeline | 2 | 2 | " in out
+    (tmp_path / "timeline.json").unlink()
+    assert bench("corpus", "--results", results).out == out
+    code, _, err = bench("corpus", tmp_path / "none")
+    assert code == 2
+    assert "no traces: files named .json" in err
 
 
 @pytest.mark.skipif(TRACES is None, reason="OPTPIPE_TRACES names no folder")
