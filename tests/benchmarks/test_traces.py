@@ -1,4 +1,4 @@
-"""Timelines replayed with their own times, and diagnosed. The public ones are no part of the repository: the folder that
+"""Timelines replayed with their own times, and diagnosed. Public ones are no part of the repository: the folder that
 OPTPIPE_TRACES names has them."""
 
 from __future__ import annotations
