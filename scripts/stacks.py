@@ -26,9 +26,9 @@ def _torch(version: str) -> Stack:
     return Stack((f"torch=={version}",), ("tests/runtime/test_torch_pipelining.py",))
 
 
-TRAINING = "tests/runtime/test_stacks.py::test_ten_steps_by_their_own_builders"
-SETTINGS = "tests/runtime/test_stack_settings.py"
-DIVIDED = f"{SETTINGS}::test_models_train_as_the_settings_divide_them"
+TESTS = "tests/runtime/test_stacks.py"
+TRAINING = f"{TESTS}::test_ten_steps_by_their_own_builders"
+DIVIDED = f"{TESTS}::test_models_train_as_the_settings_divide_them"
 STACKS = {
     "torch-2.11.0": _torch("2.11.0"),
     "torch-2.13.0": _torch("2.13.0"),
@@ -36,7 +36,7 @@ STACKS = {
     # torchtitan imports triton, which torch brings only with CUDA.
     "torchtitan-0.3.0": Stack(
         ("torchtitan==0.3.0", "torch==2.13.0", "triton"),
-        (*(f"{TRAINING}[torchtitan]", f"{SETTINGS}::test_torchtitan_reads_all_flags", f"{DIVIDED}[torchtitan]"),),
+        (*(f"{TRAINING}[torchtitan]", f"{TESTS}::test_torchtitan_reads_all_flags", f"{DIVIDED}[torchtitan]"),),
     ),
     "transformers-5.24.0": Stack(
         ("transformers==5.24.0", "torch==2.13.0"),
@@ -49,8 +49,8 @@ STACKS = {
     "nemo-automodel-0.7.0": Stack(
         ("nemo-automodel==0.7.0", "torch==2.13.0"),
         (
-            *(f"{TRAINING}[automodel]", f"{SETTINGS}::test_automodel_reads_all_lines", f"{DIVIDED}[automodel]"),
-            f"{SETTINGS}::test_automodel_refuses_tied_models_in_a_pipeline",
+            *(f"{TRAINING}[automodel]", f"{TESTS}::test_automodel_reads_all_lines", f"{DIVIDED}[automodel]"),
+            f"{TESTS}::test_automodel_refuses_tied_models_in_a_pipeline",
         ),
     ),
     "clusters": Stack(
@@ -60,7 +60,7 @@ STACKS = {
     # What Megatron-LM imports before it reads a flag.
     "megatron-core-0.16.1": Stack(
         ("megatron-core==0.16.1", "torch==2.13.0", "six", "regex", "triton"),
-        ("tests/runtime/test_megatron.py", f"{SETTINGS}::test_megatron_reads_all_flags"),
+        ("tests/runtime/test_megatron.py", f"{TESTS}::test_megatron_reads_all_flags"),
     ),
 }
 NEEDS = ("--editable", ".[runtime,postgres]", "pytest", "pytest-timeout", "hypothesis")  # of the tests

@@ -1,5 +1,5 @@
 """Two ranks run schedules on a real model: losses and gradients are those of a plain run, bit by bit if sums have the
-same order."""
+same order. With evictions the bytes really move to the other rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +19,12 @@ from support.ranks.calls import measured, same, train_as_plain
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
 from support.ranks.worker import Ranks
 
-from optpipe.model.ops import COMPUTE
+from optpipe.errors import ScheduleError
+from optpipe.model.ops import COMPUTE, Kind
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
+from optpipe_runtime import Layout
+from optpipe_runtime.features.evictions import require_peers
 
 
 def test_same_bits_with_two_chunks_on_a_rank(ranks: Ranks) -> None:
@@ -91,3 +96,41 @@ def test_an_output_that_no_later_stage_uses_gets_no_gradient(ranks: Ranks) -> No
     plain = cases.numbers(dict(enumerate(modules)))
     assert plain.keys() == {f"{s}.layers.0.{name}" for s in range(3) for name in ("weight", "bias")}
     require_close(joined(gradients for _, gradients in results), plain, rtol=1e-5, atol=1e-9)
+
+
+# rank 0 has two activations at most, two wait on rank 1, whose rooms are made in another order than they are used
+BPIPE = [
+    ["0F0", "0E0", "0F1", "0D0", "0E1", "0F2", "0D1", "0L0", "0B0", "0W0", "0L1", "0BW1", "0F3", "0BW2", "0BW3"],
+    ["0A1", "0A0", "1F0", "1BW0", "1F1", "1B1", "0V0", "1W1", "0V1", "1F2", "1BW2", "1F3", "1BW3"],
+]
+
+
+def test_same_bits_as_plain_autograd(ranks: Ranks) -> None:
+    same(ranks, [0, 1], [BPIPE], peers=[1, None])
+
+
+def test_evicted_bytes_are_on_the_peer(ranks: Ranks) -> None:
+    """Three of the first rank's activations at once without eviction; with it two at most, the others beside the peer's
+    own."""
+    problem: Problem = ranks(cases.measure, placement=[0, 1], microbatches=4, offload_parts=1, peers=[1, None])[0]
+    stays = [[text for text in program if text[1] not in "EDLAV"] for program in BPIPE]
+    evicting, plain = Schedule.parse(problem, BPIPE), Schedule.parse(problem, stays)
+    results = ranks(cases.train, placement=[0, 1], schedules=[evicting, plain])
+    for rank, ((found, other), _) in enumerate(results):
+        assert found.peak_activation_bytes <= certify(problem, evicting).device[rank].bytes
+        assert other.peak_activation_bytes <= certify(problem, plain).device[rank].bytes
+    ((here, before), _), ((there, alone), _) = results
+    evicted = problem.stages[0].evict_bytes or 0
+    assert evicted > 0.5 * problem.stages[0].activation_bytes
+    assert here.peak_activation_bytes <= before.peak_activation_bytes - evicted
+    assert there.peak_activation_bytes >= alone.peak_activation_bytes + 2 * evicted
+
+
+def test_a_pipeline_without_the_peer_refuses_the_schedule() -> None:
+    problem = cases.problem([0, 1], 4, [1, None])
+    schedule = Schedule.parse(problem, BPIPE)
+    assert any(op.kind == Kind.E for op in schedule.programs[0].ops())
+    with pytest.raises(
+        ScheduleError, match="evicts from device 0 to device 1, in this pipeline the peer of rank 0 is None"
+    ):
+        require_peers(schedule, Layout.make([0, 1], 4))
