@@ -3,23 +3,193 @@ on one rank; with two GPUs, and on the CPU, two ranks train, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.close import require_close
-from support.ranks import cases, failures, gpu, microbatches, record, worker
+from support.ranks import cases, failures, microbatches, record, replicas, worker
 from support.ranks.calls import same
-from support.ranks.device import KIND, ON_CUDA
+from support.ranks.device import KIND, ON_CUDA, device
+from support.ranks.optimizer import momentum
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
+from support.ranks.swaps import failing, heard
 from support.ranks.worker import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
 
 from benchmarks.training.overhead import overhead
 from optpipe.measured.convert import problem_from
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
+
+
+def _autocast() -> AbstractContextManager[Any]:
+    return torch.autocast(KIND, dtype=torch.bfloat16)
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    """By inductor on CUDA, which on CPU would need a compiler for C++."""
+    return torch.compile(module, backend="inductor" if ON_CUDA else "aot_eager")
+
+
+def _wrapped(how: str) -> Callable[[nn.Module], nn.Module]:
+    """In the wrapper of replicas, of which this one rank is the only one."""
+    return lambda module: replicas.wrapped(module, how, init_device_mesh(KIND, (1,)))
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda module: module,
+    "autocast": lambda module: module,
+    "compiled": _compiled,
+    "ddp": _wrapped("ddp"),
+    "fsdp": _wrapped("fsdp"),
+    "host optimizers": lambda module: module,
+}
+
+
+def trained(way: str, schedules: Sequence[Schedule]) -> tuple[float, float]:
+    """Trains both stages on one rank, by one schedule after the other, and the same in plain torch. The largest
+    difference of a loss, relative to it, and of a parameter, relative to the largest change of one."""
+    inside = _autocast if way == "autocast" else nullcontext
+    placement, m = [0, 0], schedules[0].problem.microbatches
+    begun = cases.make_stages(2)
+    plain, ours = copy.deepcopy(begun), [WAYS[way](module) for module in copy.deepcopy(begun)]
+    hosted = {1: momentum} if way == "host optimizers" else None
+    theirs = momentum([p for module in plain for p in module.parameters()])
+    optimizer = momentum([p for s, module in enumerate(ours) if s not in (hosted or ()) for p in module.parameters()])
+    losses: list[tuple[float, float]] = []
+    with Pipeline(dict(enumerate(ours)), placement, cases.loss_fn, m, host_optimizers=hosted) as pipe:
+        for step, schedule in enumerate(schedules):
+            inputs, targets = cases.batch(step, m)
+            pipe.load(schedule)
+            optimizer.zero_grad()
+            theirs.zero_grad()
+            with inside():
+                found = pipe.step(inputs, targets).losses or []
+                outputs = [plain[1](plain[0](x)) for x in inputs.chunk(m)]
+                expected = [cases.loss_fn(y, target) for y, target in zip(outputs, targets.chunk(m), strict=True)]
+            for loss in expected:
+                torch.autograd.backward(loss / m)
+            losses += [(a, float(b)) for a, b in zip(found, expected, strict=True)]
+            optimizer.step()
+            theirs.step()
+        pipe.synchronize()
+        after = replicas.parameters(dict(enumerate(ours)))
+    right, before = (replicas.parameters(dict(enumerate(modules))) for modules in (plain, begun))
+    changed = max(float(abs(right[name] - before[name]).max()) for name in right)
+    names = dict(zip(right, after, strict=True))  # a compiled module adds to its parameters' names
+    off = max(float(abs(after[names[name]] - right[name]).max()) for name in right)
+    return max(abs(a - b) / abs(b) for a, b in losses), off / changed
+
+
+class Measured(NamedTuple):
+    """Of a profile by default arguments, on CUDA without a budget."""
+
+    transfer_mode: str
+    budget: int
+    times_ms: list[float]
+
+
+def profiled(microbatches: int) -> Measured:
+    with Pipeline(dict(enumerate(cases.make_stages(2))), [0, 0], cases.loss_fn, microbatches) as pipe:
+        problem = pipe.profile(
+            *cases.batch(0, microbatches), activation_budget_bytes=None if ON_CUDA else 10**9, repeats=3
+        )
+        stage = problem.stages[0]
+    times = [stage.forward_ms, stage.backward_input_ms, stage.offload_ms or 0.0, stage.reload_ms or 0.0]
+    return Measured(problem.transfer_mode, problem.devices[0].activation_budget_bytes, times)
+
+
+class Wide(nn.Module):
+    """Saves three results of its input's size, and the loss a fourth: 16 MiB each on CUDA, enough to run out of memory
+    by them."""
+
+    ROWS, WIDTH = 4096 if ON_CUDA else 64, 1024
+    NBYTES = 4 * ROWS * WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(self.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for _ in range(3):
+            x = torch.sin(x)
+        return x
+
+
+def wide(microbatches: int) -> tuple[nn.Module, Tensor]:
+    x = torch.linspace(0, 1, microbatches * Wide.ROWS, device=device())
+    return Wide().to(device()), x[:, None].expand(-1, Wide.WIDTH).contiguous()
+
+
+def freed(schedule: Schedule) -> tuple[int, int, list[bool]]:
+    """The bytes that the drop of an activation frees and its reload takes, as CUDA's allocator counts (on CPU as the
+    stage does, which `test_store` compares with the process), and whether the host's pages are locked."""
+    module, x = wide(2)
+    stage_bytes: dict[str, int] = {}
+    with cases.pipeline({0: module}, schedule, mse_loss) as pipe:
+        report = [pipe.step(x, torch.zeros_like(x), trace=True) for _ in range(2)][-1]
+        locked = [page.is_pinned() for page in pipe.runner.rank.pool.take(1)] if ON_CUDA else [True]
+    for before, after in zip(report.trace, report.trace[1:], strict=False):
+        kind = after.op.kind.name
+        counted = (before.allocated_bytes, after.allocated_bytes) if ON_CUDA else (before.held_bytes, after.held_bytes)
+        if kind in "DR" and after.op.microbatch == 0:
+            assert None not in counted
+            stage_bytes[kind] = int(counted[1] or 0) - int(counted[0] or 0)
+    return -stage_bytes["D"], stage_bytes["R"], locked
+
+
+@contextmanager
+def _little_memory(more: int) -> Iterator[None]:
+    """In this context the allocator gets no more than it has, and `more` bytes."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device()).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + more) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def out_of_memory(little: Schedule, much: Schedule, rank: int = 0) -> tuple[str, bool, list[str]]:
+    """A step by `little`, the same by `much`, for which the device's memory is too small on one rank, and a third. The
+    schedule that runs in the end, whether gradients are those of the first step, and the log."""
+    here, m = dist.get_rank(), little.problem.microbatches
+    module, x = wide(m)
+    inputs = {"inputs": x} if here == 0 else {}
+    targets = {"targets": torch.zeros_like(x)} if here == dist.get_world_size() - 1 else {}
+    gradients: list[Tensor] = []
+    with Pipeline({here: module}, list(range(dist.get_world_size())), mse_loss, m) as pipe, heard() as logged:
+        # One micro-batch and its learning take about ten results at once, eight micro-batches 24 and more.
+        short = _little_memory(20 * Wide.NBYTES) if ON_CUDA and here == rank else nullcontext()
+        with short:
+            for schedule in (little, much, None):
+                if schedule is not None:
+                    pipe.load(schedule)
+                module.zero_grad()
+                with _too_much(much, pipe, here == rank):
+                    pipe.step(**inputs, **targets)
+                gradients.append(module.scale.grad.clone())
+        same = all(torch.allclose(gradients[0], gradient, rtol=1e-5) for gradient in gradients[1:])
+        return pipe.schedule.method, same, list(logged)
+
+
+def _too_much(much: Schedule, pipe: Pipeline, here: bool) -> AbstractContextManager[Any]:
+    """On CPU nothing runs out of memory, so an op says that it has."""
+    if ON_CUDA or not here or pipe.schedule.method != much.method:
+        return nullcontext()
+    return failing("forward", 3, torch.OutOfMemoryError("too much"))
+
 
 M = 4
 QUEUES = ["1", "8", "32"] if ON_CUDA else ["32"]  # CUDA_DEVICE_MAX_CONNECTIONS
@@ -61,12 +231,12 @@ def test_all_modes_train_as_plain_autograd(rank: Ranks) -> None:
     same(rank, [0, 0], [on_one_rank(2, M, way, split) for way, split in ALL])
 
 
-@pytest.mark.parametrize("way", gpu.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_training_is_the_same_in_plain_torch(rank: Ranks, way: str) -> None:
     """For each way to wrap a stage, with its backward split and fused, kept, offloaded and recomputed."""
     problem = cases.problem([0, 0], M)
     schedules = [Schedule.parse(problem, on_one_rank(2, M, way, split)) for way, split in ALL]
-    ((loss, parameter),) = rank(gpu.trained, way=way, schedules=schedules)
+    ((loss, parameter),) = rank(trained, way=way, schedules=schedules)
     # bfloat16 has eight bits, and inductor has kernels of its own.
     assert loss < (1e-2 if way == "autocast" else 1e-4)
     assert parameter < (0.05 if way == "autocast" else 1e-3)
@@ -83,13 +253,13 @@ def test_each_step_has_a_schedule_of_its_own(rank: Ranks) -> None:
 
 def test_a_drop_frees_what_a_reload_takes(rank: Ranks) -> None:
     schedule = Schedule.parse(cases.problem([0], 2), on_one_rank(1, 2, "offloaded", split=False))
-    ((freed, taken, locked),) = rank(gpu.freed, schedule=schedule)
-    assert freed == taken == 4 * gpu.Wide.NBYTES
+    ((dropped, taken, locked),) = rank(freed, schedule=schedule)
+    assert dropped == taken == 4 * Wide.NBYTES
     assert all(locked)
 
 
 def test_a_profile_by_default(rank: Ranks) -> None:
-    (found,) = rank(gpu.profiled, microbatches=M)
+    (found,) = rank(profiled, microbatches=M)
     assert found.transfer_mode == ("full_duplex" if ON_CUDA else "half_duplex")
     assert found.budget > 0
     assert all(ms > 0 for ms in found.times_ms)
@@ -111,7 +281,7 @@ def require_undone(results: Sequence[tuple[str, bool, list[str]]]) -> None:
 
 def test_a_step_that_runs_out_of_memory_is_undone(rank: Ranks) -> None:
     little, much = little_and_much(1)
-    require_undone(rank(gpu.out_of_memory, little=little, much=much))
+    require_undone(rank(out_of_memory, little=little, much=much))
 
 
 def test_what_a_trace_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,15 +325,15 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.mark.parametrize("short", [0, 1])
 def test_two_ranks_undo_a_step_for_which_one_lacks_memory(two: Ranks, short: int) -> None:
     little, much = little_and_much(2)
-    require_undone(two(gpu.out_of_memory, little=little, much=much, rank=short))
+    require_undone(two(out_of_memory, little=little, much=much, rank=short))
 
 
 @TWO
 def test_a_rank_that_is_killed_is_reported(two: Ranks) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], M), ONE_F_ONE_B)
     trouble = failures.Trouble(1, "forward", 2, kill=True)
-    for heard in two.survivors(failures.in_trouble, 1, placement=[0, 1], schedule=schedule, trouble=trouble):
-        assert "rank 0 lost its connection to " in heard.error
+    for told in two.survivors(failures.in_trouble, 1, placement=[0, 1], schedule=schedule, trouble=trouble):
+        assert "rank 0 lost its connection to " in told.error
 
 
 def test_torchs_own_schedule_is_recorded(rank: Ranks, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Exported schedules in the training stacks of others, on small Llamas of torchtitan and of NeMo AutoModel, by their own
+"""Exported schedules in the training stacks of others, on small Llamas of torchtitan and NeMo AutoModel, by their own
 builders and on CPUs: ten steps have the losses of those stacks' own 1F1B. And what `optpipe plan` writes for other
 stacks, given to their own readers, and models built by it.
 
