@@ -159,13 +159,13 @@ def _start_op(state: StageState, op: int, device: OneStage, held: int) -> int:
         row[WAITING_FOR_W] -= 1.0
         op_ms, held = ms.weight, held + memory.weight - memory.waiting
     elif op == BACKWARD:
-        i = _first_to_go_back(state, device)
+        i = _first_with(state, device.parts, row[NOW])
         if i < 0:
             return IMPOSSIBLE
         _remove_activation(state, i)
         op_ms, held = ms.backward, held + memory.backward - int(memory.present[device.parts])
     elif op == RECOMPUTE:
-        i = _first_with_checkpoint(state)
+        i = _first_with(state, CHECKPOINT, np.inf)
         if i < 0:
             return IMPOSSIBLE
         activations[i, PARTS] = RECOMPUTING
@@ -185,21 +185,11 @@ def _start_op(state: StageState, op: int, device: OneStage, held: int) -> int:
 
 
 @compiled_part
-def _first_with_checkpoint(state: StageState) -> int:
-    """The first activation that has only its checkpoint; -1 if there is none."""
+def _first_with(state: StageState, parts: int, ready_by: float) -> int:
+    """The first activation with so many parts here, none of them moving, that is ready by then; -1 if there is none."""
     for i in range(int(state.row[IN_FLIGHT])):
-        if state.activations[i, PARTS] == CHECKPOINT:
-            return i
-    return -1
-
-
-@compiled_part
-def _first_to_go_back(state: StageState, device: OneStage) -> int:
-    """The first activation whose input gradient may start, and that is there as a whole; -1 if there is none."""
-    activations = state.activations
-    for i in range(int(state.row[IN_FLIGHT])):
-        is_ready = activations[i, READY] <= state.row[NOW] and activations[i, PARTS] == device.parts
-        if is_ready and not is_moving(state, i):
+        has_parts = state.activations[i, PARTS] == parts
+        if has_parts and state.activations[i, READY] <= ready_by and not is_moving(state, i):
             return i
     return -1
 
