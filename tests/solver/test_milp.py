@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.frames import notes, schedules
 from support.oracles.enumeration import EXHAUSTIVE, LATE_START, best_of_all, problem_of, stage
 from support.oracles.milp import Solver
 from support.problems.small import lasting, problems_of_every_sort
@@ -18,7 +19,7 @@ from support.problems.small import lasting, problems_of_every_sort
 from optpipe import Problem, Schedule, check
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
-from optpipe.process.protocol import Bound, End, Frame, Incumbent, Note, Programs
+from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs
 from optpipe_solver import milp
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.backends import TOLERANCE
@@ -34,10 +35,6 @@ def test_what_the_model_lacks_is_said(solver: Solver) -> None:
         "milp: its optimum is no bound, as the model has no recompute, no single parts of activations; method auto "
         "has no such limits"
     )
-
-
-def notes(frames: list[Frame]) -> list[str]:
-    return [frame.text for frame in frames if isinstance(frame, Note)]
 
 
 def test_each_search_says_how_it_ended(solver: Solver) -> None:
@@ -97,8 +94,7 @@ def test_every_incumbent_runs_and_fits(solver: Solver, problem: Problem, objecti
 @pytest.mark.parametrize("switches", [Switches(order="entry"), PLAIN], ids=["all", "plain"])
 def test_a_warm_start_satisfies_every_row(solver: Solver, name: str, switches: Switches) -> None:
     problem = EXHAUSTIVE[name]
-    incumbents = [frame for frame in solver.frames(problem) if isinstance(frame, Incumbent)]
-    schedule = incumbents[-1].schedule.schedule(problem, "milp")
+    schedule = schedules(solver.frames(problem), problem)[-1]
     model = Model(problem, "makespan", schedule.makespan_ms, switches)
     x = np.array(model.rows.lower)
     start = assignment(model.variables, schedule)

@@ -1,4 +1,4 @@
-"""What is told of a problem's best schedule: all bounds by their names, and what CP-SAT finds."""
+"""Bounds of a problem by their names, and what CP-SAT finds."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from optpipe import Problem, Schedule
 from optpipe.evaluate.objective import Objective
-from optpipe.process.protocol import Bound, Frame, Incumbent, Request
+from optpipe.process.protocol import Frame, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import deferral_bound, memory_bound, trivial_bound
 from optpipe_solver.relax import device_bounds, searchable_devices
+from support.frames import bounds, schedules
 
 STATES = 5_000  # of a device
 
 
 def bounds_of(problem: Problem, objective: Objective) -> dict[str, float]:
-    """By name what needs no schedule to be told."""
+    """All bounds that need no schedule."""
     alone = {
         f"relax {d}": max(device_bounds(problem, d, objective, STATES), default=0.0)
         for d in searchable_devices(problem)
@@ -26,8 +27,7 @@ def bounds_of(problem: Problem, objective: Objective) -> dict[str, float]:
 
 def read_frames(problem: Problem, frames: Sequence[Frame]) -> tuple[list[Schedule], float]:
     """The schedules, each better than the one before, and the best bound."""
-    schedules = [frame.schedule.schedule(problem, "") for frame in frames if isinstance(frame, Incumbent)]
-    return schedules, max((frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)), default=0.0)
+    return schedules(frames, problem), max(bounds(frames), default=0.0)
 
 
 def cpsat_frames(

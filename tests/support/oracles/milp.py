@@ -16,9 +16,10 @@ from pydantic import TypeAdapter
 
 from optpipe import Problem, check
 from optpipe.evaluate.objective import Objective
-from optpipe.process.protocol import Bound, End, Frame, Incumbent, Note, Request
+from optpipe.process.protocol import End, Frame, Note, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.variables import ALL, Switches
+from support.frames import bounds, schedules
 from support.oracles.enumeration import length
 
 DRIVER = """
@@ -65,15 +66,11 @@ class Solver:
 
     def solve(self, problem: Problem, objective: Objective = "makespan", **asked: Any) -> tuple[list[float], float]:
         """Values of the incumbents, each checked, and the best bound known."""
-        values, bound = [], trivial_bound(problem, objective)
-        for frame in self.frames(problem, objective=objective, **asked):
-            if isinstance(frame, Incumbent):
-                schedule = frame.schedule.schedule(problem, frame.method)
-                assert check(problem, schedule) == []
-                values.append(length(schedule, objective))
-            elif isinstance(frame, Bound):
-                bound = max(bound, frame.lower_bound_ms)
-        return values, bound
+        frames = self.frames(problem, objective=objective, **asked)
+        each = schedules(frames, problem)
+        assert [check(problem, schedule) for schedule in each] == [[]] * len(each)
+        values = [length(schedule, objective) for schedule in each]
+        return values, max([trivial_bound(problem, objective), *bounds(frames)])
 
 
 @contextmanager
