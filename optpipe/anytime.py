@@ -30,13 +30,7 @@ SILENT = "the solver had reported nothing when it was stopped after {:.1f} s: it
 
 
 class Keeper:
-    """What a search has found by now. Here schedules leave the solver's process, so each is verified.
-
-    Attributes
-    ----------
-    result
-        The best schedule and bound so far.
-    """
+    """The best schedule and bound of a search so far. Schedules leave the solver's process here: each is verified."""
 
     def __init__(self, problem: Problem, options: SolveOptions) -> None:
         self._problem, self._options = problem, options

@@ -41,24 +41,12 @@ WRITERS: dict[str, Callable[[Schedule], str]] = {
 
 @dataclass(frozen=True)
 class Export:
-    """A schedule as another program will run it.
+    """A schedule as another program will run it."""
 
-    Attributes
-    ----------
-    text
-        What that program reads.
-    schedule
-        What it runs.
-    costs
-        Where offloads were left out: a sentence for each device about its memory with them and without.
-    misfits
-        A sentence for each device that needs more memory than it has.
-    """
-
-    text: str
-    schedule: Schedule
-    costs: tuple[str, ...]
-    misfits: tuple[str, ...]
+    text: str  # what that program reads
+    schedule: Schedule  # what it runs
+    costs: tuple[str, ...]  # where offloads were left out: each device's memory with them and without, as a sentence
+    misfits: tuple[str, ...]  # a sentence for each device that needs more memory than it has
 
 
 def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) -> str:
@@ -110,11 +98,7 @@ def import_schedule(path: str | Path, problem: Problem) -> Schedule:
     JSON. Line d + 1 is the program of device d. Raises InputError for what cannot be read, or is not of this problem;
     `check` lists what else is wrong.
     """
-    return schedule_from(read_text(path), problem, str(path))
-
-
-def schedule_from(text: str, problem: Problem, what: str) -> Schedule:
-    """The same for a file's text; `what` is its name."""
+    text, what = read_text(path), str(path)
     rows = what.lower().endswith(".csv")
     schedule = torch_csv.read(text, problem, what) if rows else _read_op_texts(text, problem, what)
     for d, program in enumerate(schedule.programs):

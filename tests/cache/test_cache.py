@@ -15,7 +15,7 @@ from support.problems.chain import chain, gpipe, one_by_one
 from optpipe import InputError, Problem, ScheduleError
 from optpipe.reuse import by_rules
 from optpipe.schedule import check
-from optpipe_cache import Cache, Retention, default_path, distance, features, lookup, storage, structure
+from optpipe_cache import Cache, Retention, default_path, lookup, storage, structure
 from optpipe_server.database import Database
 from optpipe_server.database.tables import schedules
 from optpipe_server.service_cache import TableStorage
@@ -90,15 +90,6 @@ def test_a_faster_machine_has_distance_zero_and_its_own_makespan(cache: Cache) -
     assert (hit.exact, hit.distance, hit.schedule.problem) == (False, 0.0, twice)
     assert hit.schedule.makespan_ms <= 2 * gpipe(chain()).makespan_ms * (1 + 1e-9)
     assert (hit.status, hit.lower_bound_ms) == ("feasible", None), "what was proven is of another problem"
-
-
-def test_the_nearest_comes_first(each_cache: Cache) -> None:
-    for forward in (1.2, 2.0, 3.0):
-        each_cache.add(gpipe(chain(forward=forward)), "feasible")
-    hit = each_cache.lookup(chain(forward=2.6))
-    assert hit is not None
-    assert hit.entry.problem == chain(forward=3.0)
-    assert 0 < hit.distance < distance(features(chain(forward=2.6)), features(chain(forward=1.2)))
 
 
 def test_a_schedule_that_needs_more_memory_or_has_other_microbatches_is_adapted(cache: Cache) -> None:

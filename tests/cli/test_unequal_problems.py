@@ -79,38 +79,59 @@ def test_the_mean_and_turned_lists_have_other_lengths_and_peaks() -> None:
     assert len({certify(each.problem, each).device[0].bytes for each in same_order}) > 1
 
 
-Answer = tuple[float, Schedule]  # ms that a door tells, and of which schedule
+Answer = tuple[float, Schedule]  # the ms that a door reports, and of which schedule
+
+
+def read(sent: Any, problem: Problem) -> Schedule:
+    schedule = ScheduleFile.from_json(json.dumps(sent)).schedule()
+    assert schedule.problem == problem
+    assert check(problem, schedule) == []
+    return schedule
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with running(settings_in(tmp_path_factory.mktemp("service"))) as (url, _), client_at(url) as client:
+        yield client
 
 
 @dataclass
 class Doors:
     """Commands run in a folder with `p.json` and `s.json`; a client asks a service."""
 
-    run: Callable[[str], str]
+    run: Callable[..., tuple[int, str, str]]
     client: httpx.Client
 
-    def written(self, option: str) -> str:
-        self.run(f"show s.json --{option} out")
+    def printed(self, words: str) -> Any:
+        code, out, err = self.run(*words.split())
+        assert code == 0, err
+        return json.loads(out) if out.startswith("{") else out
+
+    def shown(self, option: str) -> str:
+        self.printed(f"show s.json --{option} out")
         return Path("out").read_text()
 
     def solved(self) -> Answer:
-        told = json.loads(self.run("solve p.json --method 1f1b -o out.json --json"))
+        told = self.printed("solve p.json --method 1f1b -o out.json --json")
         return told["makespan_ms"], read(json.loads(Path("out.json").read_text()), PACKED)
 
     def cached(self) -> Answer:
         TURNED.save("other.json")
-        self.run("cache add s.json")
-        told = json.loads(self.run("cache lookup other.json -o out.json --json"))
+        self.printed("cache add s.json")
+        told = self.printed("cache lookup other.json -o out.json --json")
         assert told["hit"] == "nearest"
         return told["makespan_ms"], read(json.loads(Path("out.json").read_text()), TURNED)
 
-    def asked(self, path: str, problem: Problem = PACKED, **body: Any) -> Any:
-        reply = self.client.post(f"/v1/{path}", json={"problem": problem.to_dict(), **body})
+    def asked(self, path: str, **body: Any) -> Any:
+        reply = self.client.post(f"/v1/{path}", json={"problem": PACKED.to_dict(), **body})
         assert reply.is_success, reply.text
         return reply.json()
 
+    def drawn(self, **body: Any) -> float:
+        return in_figure(self.asked("workbench", **body)["figure"])
+
     def job(self, page: str = "", told: Callable[[Any], float] = lambda job: job["best"]["makespan_ms"]) -> Answer:
-        """What a page of a job tells of its best schedule; it has a first one at once."""
+        """What a page of a job reports of its best schedule; it has a first one at once."""
         url = self.asked("jobs")["url"]
         self.client.post(f"{url}/cancel")
         job = self.client.get(url, params={"wait": 60}).json()
@@ -124,70 +145,30 @@ class Doors:
         return job["best"]["makespan_ms"], read(job["best"]["schedule"], TURNED)
 
 
-def read(sent: Any, problem: Problem) -> Schedule:
-    schedule = ScheduleFile.from_json(json.dumps(sent)).schedule()
-    assert schedule.problem == problem
-    assert check(problem, schedule) == []
-    return schedule
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    with (
-        running(settings_in(tmp_path_factory.mktemp("service"))) as (url, _),
-        client_at(url) as client,
-    ):
-        yield client
-
-
-@pytest.fixture
-def doors(run: Run, client: httpx.Client) -> Doors:
-    PACKED.save("p.json")
-    SCHEDULE.save("s.json")
-
-    def printed(words: str) -> str:
-        code, out, err = run(*words.split())
-        assert code == 0, err
-        return out
-
-    return Doors(printed, client)
-
-
-def in_page(html: str) -> float:
-    """What a page has for its script."""
-    return float(re.findall(r'"makespan_ms": ?([0-9.]+)', html)[0])
-
-
 def in_figure(figure: Any) -> float:
     return float(figure["schedules"][0]["makespan_ms"])
 
 
-def in_trace(trace: Any) -> float:
-    return max(float(event["ts"] + event["dur"]) for event in trace["traceEvents"] if event["ph"] == "X") / 1000
+def in_trace(text: str) -> float:
+    events = json.loads(text)["traceEvents"]
+    return max(float(event["ts"] + event["dur"]) for event in events if event["ph"] == "X") / 1000
 
 
-def compared(rows: list[Any]) -> Answer:
-    return rows[0]["makespan_ms"], generate("1f1b", PACKED)
-
-
-def telling(words: str) -> Callable[[Doors], Answer]:
-    return lambda doors: (float(json.loads(doors.run(words))["makespan_ms"]), SCHEDULE)
-
-
+LISTED = generate("1f1b", PACKED)
 DOORS: dict[str, Callable[[Doors], Answer]] = {
     "simulate": lambda _: (simulate(PACKED, SCHEDULE).makespan_ms, SCHEDULE),
-    "optpipe simulate": telling("simulate p.json s.json --json"),
-    "optpipe show --html": lambda doors: (in_page(doors.written("html")), SCHEDULE),
-    "optpipe show --trace": lambda doors: (in_trace(json.loads(doors.written("trace"))), SCHEDULE),
-    "optpipe export": telling("export s.json --to json"),
-    "optpipe compare": lambda doors: compared(json.loads(doors.run(f"compare p.json {ONLY}"))["rows"]),
+    "optpipe simulate": lambda doors: (doors.printed("simulate p.json s.json --json")["makespan_ms"], SCHEDULE),
+    "optpipe show --html": lambda doors: (
+        float(re.findall(r'"makespan_ms": ?([0-9.]+)', doors.shown("html"))[0]),
+        SCHEDULE,
+    ),
+    "optpipe show --trace": lambda doors: (in_trace(doors.shown("trace")), SCHEDULE),
+    "optpipe export": lambda doors: (doors.printed("export s.json --to json")["makespan_ms"], SCHEDULE),
+    "optpipe compare": lambda doors: (doors.printed(f"compare p.json {ONLY}")["rows"][0]["makespan_ms"], LISTED),
     "optpipe solve": Doors.solved,
     "optpipe cache, turned lists": Doors.cached,
-    "/workbench, edited": lambda doors: (in_figure(doors.asked("workbench", schedule=SENT)["figure"]), SCHEDULE),
-    "/workbench": lambda doors: (
-        in_figure(doors.asked("workbench", methods=["1f1b"])["figure"]),
-        generate("1f1b", PACKED),
-    ),
+    "/workbench, edited": lambda doors: (doors.drawn(schedule=SENT), SCHEDULE),
+    "/workbench": lambda doors: (doors.drawn(methods=["1f1b"]), LISTED),
     "a job": Doors.job,
     "its picture": lambda doors: doors.job("/figure", in_figure),
     "a job with other micro-batches": Doors.retimed,
@@ -195,6 +176,8 @@ DOORS: dict[str, Callable[[Doors], Answer]] = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_tells_the_length_of_the_very_micro_batches(door: str, doors: Doors) -> None:
-    told_ms, schedule = DOORS[door](doors)
+def test_every_door_reports_the_length_of_the_very_micro_batches(door: str, run: Run, client: httpx.Client) -> None:
+    PACKED.save("p.json")
+    SCHEDULE.save("s.json")
+    told_ms, schedule = DOORS[door](Doors(run, client))
     assert told_ms == pytest.approx(length_ms(schedule), rel=1e-3)
