@@ -20,9 +20,9 @@ from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line, text
 from optpipe.anytime import improve
 from optpipe.evaluate.objective import gap
-from optpipe.model.figures import one_for_all
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
+from optpipe.model.records import one_for_all
 from optpipe.options import SolveOptions
 from optpipe.process.process_tree import members
 from optpipe_cli.options import Options

@@ -19,8 +19,8 @@ from optpipe.measured.messages import gaps
 from optpipe.measured.readers import RunFacts
 from optpipe.measured.readers.straggler import StragglerTimeline
 from optpipe.measured.recording import MeasuredOp, Recording
-from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
+from optpipe.model.records import of_microbatch
 from optpipe.options import SearchOptions
 from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule, check

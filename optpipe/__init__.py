@@ -16,15 +16,13 @@ if TYPE_CHECKING:
     from optpipe.anytime import improve, solve
     from optpipe.comparison import Comparison, compare
     from optpipe.errors import InputError, OptPipeError, ScheduleError, SolverError
-    from optpipe.evaluate.deadlock import DeadlockError
-    from optpipe.evaluate.memory import Certificate
-    from optpipe.evaluate.timeline import Timeline
+    from optpipe.evaluate.effects import Certificate
+    from optpipe.evaluate.timeline import DeadlockError, Timeline
     from optpipe.formats import export_schedule, import_schedule, leave_out_offload
     from optpipe.measured.convert import problem_from
     from optpipe.measured.estimate import Measurements
-    from optpipe.model.offload import estimated_offload_ratio, offload_ratio
     from optpipe.model.ops import Kind, Op, Pair
-    from optpipe.model.problem import Problem
+    from optpipe.model.problem import Problem, estimated_offload_ratio, offload_ratio
     from optpipe.model.program import Program
     from optpipe.model.records import Device, Stage
     from optpipe.results import Result
@@ -36,15 +34,13 @@ _NAMES = {
     "anytime": "improve solve",
     "comparison": "Comparison compare",
     "errors": "InputError OptPipeError ScheduleError SolverError",
-    "evaluate.deadlock": "DeadlockError",
-    "evaluate.memory": "Certificate",
-    "evaluate.timeline": "Timeline",
+    "evaluate.effects": "Certificate",
+    "evaluate.timeline": "DeadlockError Timeline",
     "formats": "export_schedule import_schedule leave_out_offload",
     "measured.convert": "problem_from",
     "measured.estimate": "Measurements",
-    "model.offload": "estimated_offload_ratio offload_ratio",
     "model.ops": "Kind Op Pair",
-    "model.problem": "Problem",
+    "model.problem": "Problem estimated_offload_ratio offload_ratio",
     "model.program": "Program",
     "model.records": "Device Stage",
     "results": "Result",

@@ -12,9 +12,8 @@ from typing import Any, Unpack, get_args
 from optpipe import solvers
 from optpipe.anytime import search
 from optpipe.errors import InputError, OptPipeError
-from optpipe.evaluate.memory import Certificate, Peak
-from optpipe.model.offload import offload_ratio
-from optpipe.model.problem import Problem
+from optpipe.evaluate.effects import Certificate, Peak
+from optpipe.model.problem import Problem, offload_ratio
 from optpipe.options import CompareOptions, Placements, SearchArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, CompareRequest, Incumbent, Note, Refused

@@ -16,8 +16,7 @@ from pydantic_core import PydanticCustomError
 from optpipe import solvers
 from optpipe.errors import InputError, did_you_mean
 from optpipe.evaluate.objective import Objective
-from optpipe.model.figures import Items
-from optpipe.model.records import Document
+from optpipe.model.records import Document, Items
 
 METHOD = r"^[A-Za-z0-9:=,._-]{1,100}$"  # in a list of them
 Placements = Literal["keep", "all"]

@@ -18,9 +18,8 @@ from math import inf
 
 import numpy as np
 
-from optpipe.dispatch.descents import LOOPS, Step, descents
+from optpipe.dispatch.descents import LOOPS, SearchProgress, descents, rules_of_schedule
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import rules_of_schedule
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.graph import ISSUED
@@ -94,7 +93,7 @@ class RulesSearch:
         self._best: Rules | None = None
         self._simulator, self._simulated = Simulator(problem), 0
         self._costs = round((self._simulator.ops + EACH) * (1 + PER_DEVICE * len(problem.devices)))  # of a try, in ops
-        self._steps: Iterator[Step] = iter(())
+        self._steps: Iterator[SearchProgress] = iter(())
         if by_rules_only and problem.costs.ms.any():
             self._steps = descents(self._simulator, objective, 0, rules_of_schedule(self._simulator, schedule))
 

@@ -18,16 +18,15 @@ from pydantic import Field
 
 from optpipe.errors import InputError
 from optpipe.evaluate.compiled import CompiledSchedule
-from optpipe.evaluate.memory import Certificate
+from optpipe.evaluate.effects import Certificate
 from optpipe.evaluate.timeline import Timeline
-from optpipe.files import read_file, write_file
+from optpipe.files import write_file
 from optpipe.model.arrays import Ints, Table
-from optpipe.model.figures import Items
 from optpipe.model.ops import MARKS, OPTIMIZER, Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.program import MICROBATCH, STAGE, Program, link_orders, of_kinds, parse_programs
-from optpipe.model.records import Document, Record, TotalMs
+from optpipe.model.records import Document, Items, Record, TotalMs
 from optpipe.model.rules import Rules
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -244,10 +243,6 @@ class ScheduleFile(Document):
             expected = f"the problem in the file has {file.problem.sha256!r}"
             raise InputError(f"{what or cls.WHAT}: problem_sha256 = {file.problem_sha256!r}: {expected}")
         return file
-
-    @classmethod
-    def load(cls, path: str | Path) -> ScheduleFile:
-        return cls.from_json(read_file(path), str(path))
 
 
 def timed_ops(schedule: Schedule) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.papers.costs import AT_ONCE, estimated
 from benchmarks.problems import pipeline, stage_costs, with_budget
 from optpipe.evaluate.objective import Objective, length_ms
-from optpipe.model.figures import one_for_all
 from optpipe.model.problem import Problem
+from optpipe.model.records import one_for_all
 from optpipe.schedule import Schedule
 from optpipe_solver import systems
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.papers.checks import Check, table
 from benchmarks.problems import GB
-from optpipe.model.figures import one_for_all
-from optpipe.model.offload import estimated_offload_ratio
+from optpipe.model.problem import estimated_offload_ratio
+from optpipe.model.records import one_for_all
 from optpipe.schedule import certify
 from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.gpu import Gpu

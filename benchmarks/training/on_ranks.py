@@ -26,8 +26,8 @@ from benchmarks.timing import timed
 from examples import paced
 from examples.text import corpus, documents, packed
 from optpipe.anytime import solve
-from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
+from optpipe.model.records import of_microbatch
 from optpipe.schedule import Schedule
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps
 

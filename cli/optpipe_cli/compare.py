@@ -16,10 +16,9 @@ from optpipe.comparison import Comparison, Row, fullest, is_search
 from optpipe.comparison import compare as compared
 from optpipe.errors import OptPipeError
 from optpipe.files import read_text, write_file
-from optpipe.model.offload import offload_ratio
 from optpipe.model.ops import Kind
 from optpipe.model.placement import NAMES
-from optpipe.model.problem import Problem
+from optpipe.model.problem import Problem, offload_ratio
 from optpipe.options import CompareOptions
 from optpipe.schedule import Schedule
 from optpipe.show.page import plot

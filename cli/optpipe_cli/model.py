@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from optpipe.errors import InputError
 from optpipe.files import parse_json, read_file
-from optpipe.model.offload import offload_ratio
+from optpipe.model.problem import offload_ratio
 from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.huggingface import read

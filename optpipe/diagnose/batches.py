@@ -16,11 +16,10 @@ from optpipe.diagnose.runs import ACTIVATION, Runs
 from optpipe.errors import InputError
 from optpipe.measured.steps import listed
 from optpipe.model.arrays import Floats
-from optpipe.model.figures import EachMs, each_microbatch
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.model.records import COMPUTE_MS, Stage, StageCosts
+from optpipe.model.records import COMPUTE_MS, EachMs, Stage, StageCosts, each_microbatch
 from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule
 from optpipe.steps.assign import assign, work_ms

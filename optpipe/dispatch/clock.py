@@ -4,63 +4,34 @@ Host links and devices are looked at when something has ended there or may begin
 links first, then for devices. A plain list scheduler with objects does the same (tests: `plain_list_scheduler`). How it
 decides is described in `simulate`.
 
-As everywhere here k is a kind of op, s a stage in `stage_order`, d a device, and j the j-th micro-batch to enter.
+Here k is a kind of op, s a stage, d a device, and j the j-th micro-batch to enter.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from optpipe.dispatch.figures import Figures
-from optpipe.dispatch.state import (
-    BACK,
-    BACKWARD,
-    FORWARD,
-    MICROBATCH,
-    OFFLOAD,
-    OUT,
-    RECOMPUTE,
-    RELOAD,
-    STAGE,
-    WAY,
-    WEIGHT,
-    State,
-    look_soon,
-    needed_ms,
-    reset,
-)
+from optpipe.dispatch.figures import Figures, State
 from optpipe.evaluate.jit import compiled, compiled_part
 from optpipe.model.arrays import NONE
 from optpipe.model.rules import Rules
 
 ROUNDING = 1e-9  # of sums of times
+FORWARD, BACKWARD, WEIGHT, RECOMPUTE, OFFLOAD, RELOAD = range(6)  # rows by kind of op, of a part's O and R
+OUT, BACK = range(2)  # rows by way of a transfer
+WAY, STAGE, MICROBATCH = range(3)  # columns of `State.carried`
 
 
-@compiled
-def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bool:
-    """Start all ops, one after the other.
+@compiled_part
+def list_all(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bool:
+    """Start all ops, one after the other: afterwards `state.start` and `state.moved` have when each starts.
 
-    Parameters
-    ----------
-    state
-        Changed: afterwards `start` and `moved` have when ops and transfers start.
-    stop_ms
-        No compute op may end later. If what a device has still to do would, the rest is not listed.
-
-    Returns
-    -------
-    Whether all compute ops have started: not if one would end after `stop_ms`, or if nothing that is ready fits.
+    Returns whether all compute ops have started. They have not where nothing that is ready fits, or an op, or what a
+    device has still to do, would end after `stop_ms`: the rest is then not listed.
     """
-    reset(figures, rules, state)
+    to_start, has_relief = _reset(figures, rules, state)
     links = len(figures.stages_on_link)
     late_ms = stop_ms * (1.0 + ROUNDING)
-    to_start, has_relief = 3 * state.forwards_left.sum(), False  # F, B and W of each, and Cs
-    for variant in state.variant.flat:
-        if variant > 0:
-            to_start, has_relief = to_start + 1, True
-    for parts in state.parts_to_leave.flat:
-        if parts > 0:
-            has_relief = True
     while True:
         at = int(state.look_at.argmin())  # of several at one moment the first; devices come after links
         now = state.look_at[at]
@@ -79,7 +50,7 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
             if has_relief:  # reloads come before forwards: links are looked at first, then this device again
                 for way in range(2):
                     link = figures.links[way, d]
-                    look_soon(state, link, max(now, state.link_free_at[link]))
+                    _look_soon(state, link, max(now, state.link_free_at[link]))
                 continue
         reserved = _bytes_to_keep_free(figures, rules, state, d, now) if has_relief else 0
         k, s = _choose_op(figures, rules, state, d, now, reserved)
@@ -92,14 +63,81 @@ def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
         if end > stop_ms or end + state.work_left[d] > late_ms:
             return False
         _start_op(figures, rules, state, k, s, now, end)
-        _notify_next_stage(figures, rules, state, k, s, now, end)
         to_start -= 1
+
+
+@compiled
+def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bool:
+    """As `list_all`, for what is not compiled."""
+    return list_all(figures, rules, state, stop_ms)
+
+
+@compiled_part
+def _reset(figures: Figures, rules: Rules, state: State) -> tuple[int, bool]:
+    """Empty devices and links, all forwards of first stages ready.
+
+    Returns the number of compute ops, and whether some activations leave or are computed again.
+    """
+    to_start, has_relief = 0, False
+    for times in (state.start, state.input_ready):
+        times[:] = np.inf
+    state.moved[:] = np.inf
+    for ready in (state.activation_ready, state.computed_again):
+        ready[:] = 0.0
+    for moments in (state.begin, state.work_left, state.free_at, state.look_at, state.link_free_at):
+        moments[:] = 0.0
+    state.next_microbatch[:] = 0
+    for table in (state.parts_to_leave, state.parts_sent, state.parts_off_device, state.parts_back, state.variant):
+        table[:] = 0
+    for numbers in (state.in_flight, state.forwards_left, state.next_to_leave, state.next_to_return):
+        numbers[:] = 0
+    for nbytes in (state.held, state.hosted, state.frees, state.frees_on_host):
+        nbytes[:] = 0
+    state.running[:] = False
+    state.carried[:] = NONE
+    state.look_at[: len(figures.stages_on_link)] = np.inf
+    for j in range(len(rules.order)):
+        state.column[j] = figures.class_of[rules.order[j]]
+        for d in range(len(figures.memory)):
+            state.work_left[d] += figures.work_ms[d, state.column[j]]
+        for s in range(len(rules.in_flight)):
+            place = figures.place[s, state.column[j]]
+            if place == NONE:
+                continue
+            if place == 0:
+                state.input_ready[FORWARD, s, j] = 0.0
+            state.forwards_left[figures.device[s]] += 1
+            state.parts_to_leave[s, j] = rules.parts[s, j]
+            state.variant[s, j] = 1 + rules.level[s, j]
+            to_start += 3  # F, B and W
+            if rules.parts[s, j] > 0:
+                has_relief = True
+            if state.variant[s, j] > 0:
+                to_start, has_relief = to_start + 1, True
+                state.computed_again[s, j] = np.inf
+    return to_start, has_relief
+
+
+@compiled_part
+def _look_soon(state: State, place: int, moment: float) -> None:
+    """Look at a link or device no later than at a moment."""
+    state.look_at[place] = min(state.look_at[place], moment)
 
 
 @compiled_part
 def _op_ms(figures: Figures, state: State, k: int, s: int, j: int) -> float:
     """How long a compute op takes; F, B and W take the same by each variant."""
     return float(figures.ms[state.variant[s, j], k, s, state.column[j]])
+
+
+@compiled_part
+def _needed_ms(figures: Figures, state: State, s: int, j: int) -> float:
+    """When what has left is expected to be needed: by the backward, or by the recompute before it."""
+    column, variant = state.column[j], state.variant[s, j]
+    needed = state.begin[j] + figures.offset_ms[BACKWARD, s, column]
+    if variant > 0:
+        needed -= figures.ms[variant, RECOMPUTE, s, column]
+    return float(needed)
 
 
 @compiled
@@ -146,7 +184,7 @@ def _bytes_to_keep_free(figures: Figures, rules: Rules, state: State, d: int, no
             break
         j = state.next_to_return[s]
         if j < state.next_microbatch[FORWARD, s] and state.parts_off_device[s, j] > state.parts_back[s, j]:
-            needed = needed_ms(figures, state, s, j)
+            needed = _needed_ms(figures, state, s, j)
             if needed - rules.lead_ms[s] <= now and needed < soonest:
                 soonest, size = needed, 0
                 for part in range(state.parts_back[s, j], state.parts_sent[s, j]):
@@ -202,6 +240,8 @@ def _choose_op(figures: Figures, rules: Rules, state: State, d: int, now: float,
 
 @compiled_part
 def _start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now: float, end: float) -> None:
+    """Start a compute op; of an F or B, set when the input of the op after it is there, and when the stage of that op
+    may recompute its activation."""
     d, j = figures.device[s], state.next_microbatch[k, s]
     column, variant = state.column[j], state.variant[s, j]
     state.start[k, s, j] = now
@@ -211,43 +251,35 @@ def _start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now:
     state.running[d] = True
     state.free_at[d] = end
     state.look_at[len(figures.stages_on_link) + d] = end
-    if k <= BACKWARD:
-        state.begin[j] = max(state.begin[j], now - figures.offset_ms[k, s, column])
+    if k == RECOMPUTE:
+        state.computed_again[s, j] = end
+        state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
+    if k > BACKWARD:
+        return
+    state.begin[j] = max(state.begin[j], now - figures.offset_ms[k, s, column])
     if k == FORWARD:
         state.forwards_left[d] -= 1
         state.in_flight[s] += 1
-    elif k == BACKWARD:
+    else:
         state.in_flight[s] -= 1
         state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
         for part in range(state.parts_sent[s, j]):
             state.frees_on_host[d] += figures.part_bytes[variant, s, part, column]
         state.input_ready[WEIGHT, s, j] = end
-    elif k == RECOMPUTE:
-        state.computed_again[s, j] = end
-        state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
-
-
-@compiled_part
-def _notify_next_stage(figures: Figures, rules: Rules, state: State, k: int, s: int, now: float, end: float) -> None:
-    """Set when the input of the stage after an F or B that has just started is there, and when that stage may
-    recompute its activation if it does."""
-    if k > BACKWARD:
-        return
-    j = state.next_microbatch[k, s] - 1
-    kind, stage = k, figures.next_stage[k, s, state.column[j]]
+    after, stage = k, figures.next_stage[k, s, column]
     if stage == NONE:
         if k == BACKWARD:
             return
-        kind, stage = BACKWARD, s  # after the last forward comes the backward of the same stage
-    d = figures.device[stage]
-    ready = end + figures.message_ms[kind, stage, state.column[j]]
-    state.input_ready[kind, stage, j] = ready
-    if kind == BACKWARD and state.variant[stage, j] > 0:
-        forward_end = state.start[FORWARD, stage, j] + figures.ms[0, FORWARD, stage, state.column[j]]
+        after, stage = BACKWARD, s  # after the last forward comes the backward of the same stage
+    ready = end + figures.message_ms[after, stage, column]
+    state.input_ready[after, stage, j] = ready
+    if after == BACKWARD and state.variant[stage, j] > 0:
+        forward_end = state.start[FORWARD, stage, j] + figures.ms[0, FORWARD, stage, column]
         ready = max(now, ready - rules.lead_ms[stage], forward_end)
         state.input_ready[RECOMPUTE, stage, j] = ready
-    if d != figures.device[s]:
-        look_soon(state, len(figures.stages_on_link) + d, max(ready, state.free_at[d]))
+    other = figures.device[stage]
+    if other != d:
+        _look_soon(state, len(figures.stages_on_link) + other, max(ready, state.free_at[other]))
 
 
 # What a host link does next: it brings back the part that is needed soonest, else it takes one away.
@@ -259,13 +291,29 @@ def _serve_link(figures: Figures, rules: Rules, state: State, link: int, now: fl
     state.look_at[link] = np.inf
     if state.carried[link, WAY] != NONE:
         _end_transfer(figures, state, link, now)
-    s = _choose_reload(figures, rules, state, link, now)
-    if s != NONE:
-        _start_reload(figures, state, link, s, now)
+    way, k, s = BACK, RELOAD, _choose_reload(figures, rules, state, link, now)
+    if s == NONE:
+        way, k, s = OUT, OFFLOAD, _choose_offload(figures, state, link, now)
+    if s == NONE:
         return
-    s = _choose_offload(figures, state, link, now)
-    if s != NONE:
-        _start_offload(figures, state, link, s, now)
+    j = state.next_to_return[s] if way == BACK else state.next_to_leave[s]
+    part = state.parts_back[s, j] if way == BACK else state.parts_sent[s, j]
+    variant, column = state.variant[s, j], state.column[j]
+    size, end = figures.part_bytes[variant, s, part, column], now + figures.ms[variant, k, s, column]
+    if way == BACK:
+        state.parts_back[s, j] += 1
+        state.parts_to_leave[s, j] = state.parts_sent[s, j]  # no other part of it leaves
+        state.held[figures.device[s]] += size
+        if state.parts_back[s, j] == state.parts_sent[s, j]:
+            state.activation_ready[s, j] = end
+    else:
+        state.parts_sent[s, j] += 1
+        state.activation_ready[s, j] = np.inf
+        state.hosted[figures.device[s]] += size
+    state.moved[way, s, j, part] = now
+    state.carried[link, WAY], state.carried[link, STAGE], state.carried[link, MICROBATCH] = way, s, j
+    state.link_free_at[link] = end
+    state.look_at[link] = end
 
 
 @compiled_part
@@ -282,9 +330,9 @@ def _end_transfer(figures: Figures, state: State, link: int, now: float) -> None
             state.held[d] -= size
         link_back = figures.links[BACK, d]
         if link_back != link:
-            look_soon(state, link_back, max(now, state.link_free_at[link_back]))
+            _look_soon(state, link_back, max(now, state.link_free_at[link_back]))
     if not state.running[d]:
-        look_soon(state, len(figures.stages_on_link) + d, now)
+        _look_soon(state, len(figures.stages_on_link) + d, now)
 
 
 @compiled_part
@@ -305,28 +353,14 @@ def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, now:
         state.next_to_return[s] = j
         if j == forwards or state.parts_off_device[s, j] <= state.parts_back[s, j]:
             continue
-        needed, part = needed_ms(figures, state, s, j), state.parts_back[s, j]
+        needed, part = _needed_ms(figures, state, s, j), state.parts_back[s, j]
         if part == 0 and needed - rules.lead_ms[s] > now:
-            look_soon(state, link, needed - rules.lead_ms[s])
+            _look_soon(state, link, needed - rules.lead_ms[s])
             continue
         size = figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
         if state.held[d] + size <= figures.memory[d] and needed < soonest:
             chosen, soonest = s, needed
     return chosen
-
-
-@compiled_part
-def _start_reload(figures: Figures, state: State, link: int, s: int, now: float) -> None:
-    j = state.next_to_return[s]
-    variant, column = state.variant[s, j], state.column[j]
-    end = now + figures.ms[variant, RELOAD, s, column]
-    part = state.parts_back[s, j]
-    state.parts_back[s, j] += 1
-    state.parts_to_leave[s, j] = state.parts_sent[s, j]  # no other part of it leaves
-    state.held[figures.device[s]] += figures.part_bytes[variant, s, part, column]
-    if state.parts_back[s, j] == state.parts_sent[s, j]:
-        state.activation_ready[s, j] = end
-    _carry(state, link, BACK, s, j, part, now, end)
 
 
 @compiled_part
@@ -362,8 +396,13 @@ def _next_to_leave(figures: Figures, state: State, s: int, now: float) -> int:
     d, j, forwards = figures.device[s], state.next_to_leave[s], state.next_microbatch[FORWARD, s]
     older = state.next_to_return[s]
     while j < forwards:
-        if state.parts_sent[s, j] < state.parts_to_leave[s, j]:
-            if state.forwards_left[d] > 0 and not _would_return_late(figures, state, s, j, now):
+        to_send = state.parts_to_leave[s, j] - state.parts_sent[s, j]
+        if to_send > 0:
+            to_fetch = state.parts_to_leave[s, j] - state.parts_back[s, j]
+            send_ms = figures.ms[state.variant[s, j], OFFLOAD, s, state.column[j]]
+            fetch_ms = figures.ms[state.variant[s, j], RELOAD, s, state.column[j]]
+            back_at = now + (to_send * send_ms + to_fetch * fetch_ms)
+            if state.forwards_left[d] > 0 and back_at <= _needed_ms(figures, state, s, j):
                 break
             if older < j and state.parts_back[s, older] < state.parts_sent[s, older]:
                 size = figures.part_bytes[state.variant[s, older], s, state.parts_back[s, older], state.column[older]]
@@ -372,34 +411,3 @@ def _next_to_leave(figures: Figures, state: State, s: int, now: float) -> int:
             state.parts_to_leave[s, j] = state.parts_sent[s, j]
         j += 1
     return int(j)
-
-
-@compiled_part
-def _would_return_late(figures: Figures, state: State, s: int, j: int, now: float) -> bool:
-    """Whether what is to leave of an activation, and has left, takes longer to be back than until it is needed."""
-    variant, column = state.variant[s, j], state.column[j]
-    to_send = state.parts_to_leave[s, j] - state.parts_sent[s, j]
-    to_fetch = state.parts_to_leave[s, j] - state.parts_back[s, j]
-    takes = to_send * figures.ms[variant, OFFLOAD, s, column] + to_fetch * figures.ms[variant, RELOAD, s, column]
-    return bool(needed_ms(figures, state, s, j) < now + takes)
-
-
-@compiled_part
-def _start_offload(figures: Figures, state: State, link: int, s: int, now: float) -> None:
-    j = state.next_to_leave[s]
-    part = state.parts_sent[s, j]
-    state.parts_sent[s, j] += 1
-    state.activation_ready[s, j] = np.inf
-    variant, column = state.variant[s, j], state.column[j]
-    state.hosted[figures.device[s]] += figures.part_bytes[variant, s, part, column]
-    _carry(state, link, OUT, s, j, part, now, now + figures.ms[variant, OFFLOAD, s, column])
-
-
-@compiled_part
-def _carry(state: State, link: int, way: int, s: int, j: int, part: int, now: float, end: float) -> None:
-    state.moved[way, s, j, part] = now
-    state.carried[link, WAY] = way
-    state.carried[link, STAGE] = s
-    state.carried[link, MICROBATCH] = j
-    state.link_free_at[link] = end
-    state.look_at[link] = end

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from optpipe.dispatch.clock import list_ops, listed_ms
-from optpipe.dispatch.figures import Choices, Figures
-from optpipe.dispatch.starts import evenly_at
-from optpipe.dispatch.state import State
+from optpipe.dispatch.clock import list_all, listed_ms
+from optpipe.dispatch.figures import Choices, Figures, State, evenly
 from optpipe.evaluate.jit import compiled, compiled_part
 from optpipe.evaluate.objective import shorter
 from optpipe.model.arrays import NONE, Flags, Floats, Ints
@@ -20,7 +18,7 @@ MODULUS = 2.0**31 - 1  # of the random numbers, whose state is at least 1 and be
 MS, SHORTEST, FAILURES, RANDOM = range(4)  # columns of a descent's progress
 ALL_CHUNKS, NO_CHUNK = -1, -2  # instead of the number of a chunk
 
-_evenly_at, _shorter = compiled_part(evenly_at), compiled_part(shorter)
+_evenly, _shorter = compiled_part(evenly), compiled_part(shorter)
 
 
 @compiled
@@ -42,7 +40,7 @@ def descend(
     rules, best, trial
         The rules at hand, the best of this descent, and room for others; all are changed.
     state
-        Room for `list_ops`.
+        Room for `list_all`.
     progress
         (4,) MS and SHORTEST: the length by the rules at hand and by the best; FAILURES: changes in a row that have led
         to nothing shorter; RANDOM: the state of the random numbers. All are changed.
@@ -53,7 +51,7 @@ def descend(
         _copy(rules, trial)
         change(figures, choices, trial, progress)
         limit_ms = progress[MS] * (1.0 + _exponential(progress) * SLACK)
-        complete = list_ops(figures, trial, state, np.inf if span else limit_ms)
+        complete = list_all(figures, trial, state, np.inf if span else limit_ms)
         ms = listed_ms(figures, state, span) if complete else np.inf
         progress[FAILURES] += 1.0
         if _shorter(ms, progress[SHORTEST]):
@@ -174,7 +172,7 @@ def _spread_evenly(
     for s in range(len(chosen)):
         if chosen[s]:
             for j in range(len(rules.order)):
-                count = int(_evenly_at(share * _most_parts(choices, s, level), phase, j))
+                count = int(_evenly(share * _most_parts(choices, s, level), phase, j))
                 _relieve(choices, rules, s, j, level, with_checkpoint, count)
 
 
@@ -272,7 +270,7 @@ def exchange(
     like
         Rules of a replica, by which the same becomes of all activations of a stage; their order is not read.
     state
-        Room for `list_ops`.
+        Room for `list_all`.
     order
         (R, most) the micro-batches of each replica in the order in which they enter, then anything; changed.
     counts
@@ -327,11 +325,11 @@ def exchange(
             ms[slowest], ms[other] = mine_ms, others_ms
 
 
-@compiled_part
+@compiled
 def _replica_ms(figures: Figures, like: Rules, state: State, order: Ints, n: int, stop_ms: float) -> float:
     """How long the first n micro-batches of an order take by the rules; infinite where that is more than `stop_ms`, or
     they do not fit."""
     rules = Rules(like.in_flight, like.wait_ms, like.level, like.parts, like.lead_ms, order[:n])
-    if list_ops(figures, rules, state, stop_ms):
+    if list_all(figures, rules, state, stop_ms):
         return float(listed_ms(figures, state, False))
     return float(np.inf)

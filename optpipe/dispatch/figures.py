@@ -1,8 +1,12 @@
-"""What the list scheduler reads of a problem, as arrays in named tuples, which numba takes as they are; and how many
-micro-batches may be in flight at each stage if a device's memory is shared among its stages."""
+"""What the list scheduler reads of a problem and what it changes while it runs, as arrays in named tuples, which numba
+takes as they are; and how many micro-batches may be in flight at each stage if stages share their device's memory.
+
+S stages stand in `stage_order`; D devices; m micro-batches in the order in which they enter.
+"""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,60 +29,29 @@ T = TypeVar("T", "Figures", "Choices", Rules)
 
 
 class Figures(NamedTuple):
-    """The problem for `clock.list_ops`. S stages stand in `stage_order`.
+    """The problem for `clock.list_ops`.
 
-    The last axis of figures has one column a class of equal micro-batches (`Costs.class_of`). The first axis of what
-    depends on it is what becomes of the activation: 0 where it is not computed again, else 1 + the level by which it
-    is (V = 1 + the most levels of a stage).
-
-    Attributes
-    ----------
-    ms
-        (V, 6, S, classes) of each F, B, W, C, and of one part's O and R.
-    place
-        (S, classes) of each stage on the micro-batches' route, from 0; NONE where they do not pass it.
-    next_stage
-        (2, S, classes) the stage whose F follows that of each stage, whose B follows that of each; NONE if none does.
-    device
-        (S,) of each stage.
-    stages_of_device
-        (D, most) the stages on each device, then -1.
-    message_ms
-        (2, S, classes) of the message that the F, the B of each stage waits for.
-    takes, frees
-        (V, 4, S, classes) bytes of each compute op, when it starts and when it ends.
-    memory, host_memory
-        (D,) bytes.
-    part_bytes
-        (V, S, parts, classes) of each part of an activation, or of its checkpoint.
-    links
-        (2, D) the host link that carries each device's offloads and reloads: one for both, or one each way.
-    stages_on_link
-        (links, most) the stages whose activations each link carries, then -1.
-    work_ms
-        (D, classes) how long each micro-batch keeps each device busy.
-    offset_ms
-        (2, S, classes) how long after its micro-batch's begin the F, the B of each stage starts at full speed.
-    class_of
-        (m,) the column of each micro-batch.
+    Figures of ops have one column, in the last axis, a class of equal micro-batches (`Costs.class_of`). What depends on
+    how an activation is relieved has a variant in its first axis: 0 where it is not computed again, else 1 + the level
+    by which it is; V = 1 + the most levels of a stage.
     """
 
-    ms: Floats
-    place: Ints
-    next_stage: Ints
-    device: Ints
-    stages_of_device: Ints
-    message_ms: Floats
-    takes: Ints
-    frees: Ints
-    memory: Ints
-    host_memory: Ints
-    part_bytes: Ints
-    links: Ints
-    stages_on_link: Ints
-    work_ms: Floats
-    offset_ms: Floats
-    class_of: Ints
+    ms: Floats  # (V, 6, S, classes) of each F, B, W, C, and of one part's O and R
+    place: Ints  # (S, classes) of each stage on the micro-batches' route, from 0; NONE where they do not pass it
+    next_stage: Ints  # (2, S, classes) the stage whose F, whose B follows that of each stage; NONE if none does
+    device: Ints  # (S,)
+    stages_of_device: Ints  # (D, most) the stages on each device, then NONE
+    message_ms: Floats  # (2, S, classes) of the message that the F, the B of each stage waits for
+    takes: Ints  # (V, 4, S, classes) bytes of each compute op, when it starts
+    frees: Ints  # (V, 4, S, classes) when it ends
+    memory: Ints  # (D,) bytes
+    host_memory: Ints  # (D,) bytes
+    part_bytes: Ints  # (V, S, parts, classes) of each part of an activation, or of its checkpoint
+    links: Ints  # (2, D) the host link that carries each device's offloads, its reloads
+    stages_on_link: Ints  # (links, most) the stages whose activations each link carries, then NONE
+    work_ms: Floats  # (D, classes) how long each micro-batch keeps each device busy
+    offset_ms: Floats  # (2, S, classes) how long after its micro-batch's begin each F, B starts at full speed
+    class_of: Ints  # (m,) the column of each micro-batch
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Figures:
@@ -123,30 +96,14 @@ class Figures(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What rules may set for each stage.
+    """What rules may set for each stage."""
 
-    Attributes
-    ----------
-    parts
-        (V, S) in how many parts an activation can leave, or its checkpoint by each level; 0 if it cannot.
-    levels
-        (S,) by how many levels an activation can be computed again.
-    chunk
-        (S,) which chunk of its device each stage is, from 0.
-    carry_ms
-        (S,) how long it takes to have all of the largest activation back.
-    patience_ms
-        (2, S) the longest F and B of each stage: nothing waits longer.
-    order_is_free
-        Whether micro-batches differ and may enter in any order.
-    """
-
-    parts: Ints
-    levels: Ints
-    chunk: Ints
-    carry_ms: Floats
-    patience_ms: Floats
-    order_is_free: bool
+    parts: Ints  # (V, S) in how many parts an activation can leave, or its checkpoint by each level; 0 if it cannot
+    levels: Ints  # (S,) by how many levels an activation can be computed again
+    chunk: Ints  # (S,) which chunk of its device each stage is, from 0
+    carry_ms: Floats  # (S,) how long it takes to have all of the largest activation back
+    patience_ms: Floats  # (2, S) the longest F and B of each stage: nothing waits longer
+    order_is_free: bool  # whether micro-batches differ and may enter in any order
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Choices:
@@ -164,6 +121,80 @@ class Choices(NamedTuple):
                 order_is_free=bool(costs.class_of.max() > 0 and not problem.fixed_order),
             )
         )
+
+
+class State(NamedTuple):
+    """Where the list scheduler is. A time is infinity while it is open.
+
+    Where no more parts of an activation shall leave, `parts_to_leave` is lowered to `parts_sent`.
+    """
+
+    start: Floats  # (4, S, m) when each compute op has started
+    moved: Floats  # (2, S, m, parts) when each transfer of a part has started
+    input_ready: Floats  # (4, S, m) when the input of an op is there
+    activation_ready: Floats  # (S, m) when all of an activation, or of its checkpoint, is on the device
+    computed_again: Floats  # (S, m) when the recompute of an activation ends; 0 where there is none
+    next_microbatch: Ints  # (4, S) of each kind of op: none before it is to start
+    in_flight: Ints  # (S,) micro-batches between the start of their F and that of their B
+    begin: Floats  # (m,) the latest begin that at full speed leads to where it is now: ops are due `offset_ms` later
+    forwards_left: Ints  # (D,) forwards that have not started
+    work_left: Floats  # (D,) how long the F, B and W take that have not started
+    held: Ints  # (D,) bytes on each device
+    hosted: Ints  # (D,) bytes of each device in host memory
+    frees: Ints  # (D,) bytes that go when the running op ends: its own, and of parts that have left meanwhile
+    frees_on_host: Ints  # (D,) likewise
+    running: Flags  # (D,) whether an op runs
+    free_at: Floats  # (D,) when the last op ends or ended
+    look_at: Floats  # (links + D,) when to look at it next; infinity if only others can make that necessary
+    parts_to_leave: Ints  # (S, m) how many parts of an activation, or of its checkpoint, are to leave
+    parts_sent: Ints  # (S, m) how many have begun to leave
+    parts_off_device: Ints  # (S, m) how many have left
+    parts_back: Ints  # (S, m) how many have begun to come back
+    variant: Ints  # (S, m) of each activation, as in `Figures`
+    next_to_leave: Ints  # (S,) the oldest micro-batch with parts that are to leave
+    next_to_return: Ints  # (S,) the oldest micro-batch with parts that are to come back
+    carried: Ints  # (links, 3) way, stage and micro-batch of the part on each link; NONE where a link is free
+    link_free_at: Floats  # (links,) when the last transfer ends or ended
+    column: Ints  # (m,) of each micro-batch in `Figures`
+
+
+def new_state(figures: Figures, microbatches: int) -> State:
+    """Returns room for `list_ops`, which can be used again and again."""
+    _, stages, parts, _ = figures.part_bytes.shape
+    devices, links = len(figures.memory), len(figures.stages_on_link)
+
+    def ints(*shape: int) -> Ints:
+        return np.zeros(shape, dtype=np.int64)
+
+    return State(
+        start=np.zeros((4, stages, microbatches)),
+        moved=np.zeros((2, stages, microbatches, parts)),
+        input_ready=np.zeros((4, stages, microbatches)),
+        activation_ready=np.zeros((stages, microbatches)),
+        computed_again=np.zeros((stages, microbatches)),
+        next_microbatch=ints(4, stages),
+        in_flight=ints(stages),
+        begin=np.zeros(microbatches),
+        forwards_left=ints(devices),
+        work_left=np.zeros(devices),
+        held=ints(devices),
+        hosted=ints(devices),
+        frees=ints(devices),
+        frees_on_host=ints(devices),
+        running=np.zeros(devices, dtype=np.bool_),
+        free_at=np.zeros(devices),
+        look_at=np.zeros(links + devices),
+        parts_to_leave=ints(stages, microbatches),
+        parts_sent=ints(stages, microbatches),
+        parts_off_device=ints(stages, microbatches),
+        parts_back=ints(stages, microbatches),
+        variant=ints(stages, microbatches),
+        next_to_leave=ints(stages),
+        next_to_return=ints(stages),
+        carried=ints(links, 3),
+        link_free_at=np.zeros(links),
+        column=ints(microbatches),
+    )
 
 
 def carry_ms(costs: Costs, route: Ints) -> Floats:
@@ -207,9 +238,9 @@ def _along_routes(problem: Problem, order: Ints, ms: Floats, message_ms: Floats)
 
 
 def _marked(masks: list[Flags]) -> Ints:
-    """(n, most) the places that each mask marks, then -1."""
+    """(n, most) the places that each mask marks, then NONE."""
     places = [np.flatnonzero(mask) for mask in masks]
-    marked = np.full((len(places), max(1, *map(len, places))), -1, dtype=np.int64)
+    marked = np.full((len(places), max(1, *map(len, places))), NONE, dtype=np.int64)
     for row, items in zip(marked, places, strict=True):
         row[: len(items)] = items
     return marked
@@ -234,12 +265,7 @@ def chunks_of_stages(device: Ints) -> Ints:
 
 
 def memory_shares(problem: Problem) -> list[Ints]:
-    """Each (S,) micro-batches in flight by one way to share memory, in `stage_order`."""
-    return [_share_memory(problem, beyond, given_up) for beyond in BEYOND_MEMORY for given_up in GIVEN_UP]
-
-
-def _share_memory(problem: Problem, beyond: int, given_up: int) -> Ints:
-    """(S,) micro-batches in flight.
+    """Each (S,) micro-batches in flight by one way to share memory.
 
     Stages share by how far they are from the end of their route: their activations are held for about so long. The
     device's first stage has what the others leave.
@@ -249,7 +275,15 @@ def _share_memory(problem: Problem, beyond: int, given_up: int) -> Ints:
     is_later_chunk = chunks_of_stages(device) > 0
     together = np.bincount(device, remain)[device]
     fit = np.minimum(costs.activation_budget[device] / np.maximum(activation, 1), problem.microbatches).astype(np.int64)
-    later = np.where(is_later_chunk, np.maximum(np.rint(remain / together * (fit + beyond)), 1) + given_up, 0)
-    first = fit + beyond - np.bincount(device, later)[device]
-    shares: Ints = np.maximum(np.where(is_later_chunk, later, first), 1).astype(np.int64)
+    shares = []
+    for beyond, given_up in product(BEYOND_MEMORY, GIVEN_UP):
+        later = np.where(is_later_chunk, np.maximum(np.rint(remain / together * (fit + beyond)), 1) + given_up, 0)
+        first = fit + beyond - np.bincount(device, later)[device]
+        shares.append(np.maximum(np.where(is_later_chunk, later, first), 1).astype(np.int64))
     return shares
+
+
+def evenly(mean: Any, phase: float, j: Any) -> Any:
+    """How many parts of micro-batch j's activation leave if `mean`, a fraction, are to leave on average: of arrays, or
+    of numbers where it is compiled."""
+    return np.floor(mean * (j + 1) + phase) - np.floor(mean * j + phase)

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe.dispatch.figures import COMPUTE, TRANSFERS, Choices, Figures, in_rows, stage_order
+from optpipe.dispatch.figures import COMPUTE, TRANSFERS, Choices, Figures, State, in_rows, new_state, stage_order
 from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.lift import lift_table, prune
@@ -27,24 +26,11 @@ from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules
 from optpipe.schedule import Schedule
 
-if TYPE_CHECKING:
-    from optpipe.dispatch.state import State
-
-
-class Loops(NamedTuple):
-    """The functions of `clock` with these names."""
-
-    list_ops: Callable[..., bool]
-    listed_ms: Callable[..., float]
-
 
 class Simulator:
     """The list scheduler on one problem.
 
-    Parameters
-    ----------
-    is_compiled
-        Whether its loops are compiled, which takes some seconds once on a machine. What they find is the same.
+    Its loops are compiled, which takes some seconds once on a machine, or not: they find the same.
     """
 
     def __init__(self, problem: Problem, is_compiled: bool = True) -> None:
@@ -54,19 +40,17 @@ class Simulator:
         self.ops = 3 * int((self.figures.place[:, self.figures.class_of] != NONE).sum())
 
     @cached_property
-    def loops(self) -> Loops:
+    def _loops(self) -> tuple[Callable[..., bool], Callable[..., float]]:
+        """`list_ops` and `listed_ms`."""
         from optpipe.dispatch.clock import list_ops, listed_ms  # imports numba
 
-        loops = Loops(list_ops, listed_ms)
-        return loops if self.is_compiled else Loops(*map(plain, loops))
+        return (list_ops, listed_ms) if self.is_compiled else (plain(list_ops), plain(listed_ms))
 
     def length_ms(self, rules: Rules, objective: Objective, room: State | None = None) -> float:
         """The length of the schedule that rules lead to; `NO_SCHEDULE_MS` if they lead to none, since what is in flight
         fills the memory. `room` is used anew, if given."""
         state = self._run(rules, room)
-        if state is None:
-            return NO_SCHEDULE_MS
-        return float(self.loops.listed_ms(self.figures, state, objective == "span"))
+        return NO_SCHEDULE_MS if state is None else self._loops[1](self.figures, state, objective == "span")
 
     def schedule(self, rules: Rules, method: str, listed: State | None = None) -> Schedule | None:
         """The schedule that the rules lead to, without useless transfers; None if they lead to none. `listed` is what
@@ -81,14 +65,12 @@ class Simulator:
 
     def new_state(self) -> State:
         """Returns room for the clock."""
-        from optpipe.dispatch.state import new_state
-
         return new_state(self.figures, self.problem.microbatches)
 
     def _run(self, rules: Rules, room: State | None = None) -> State | None:
         """Returns when ops and transfers start; None if some compute ops do not."""
         state = room or self.new_state()
-        return state if self.loops.list_ops(self.figures, in_rows(rules), state, NO_SCHEDULE_MS) else None
+        return state if self._loops[0](self.figures, in_rows(rules), state, NO_SCHEDULE_MS) else None
 
     def _rows_of(self, start: Floats, kinds: tuple[Kind, ...], order: Ints, level: Ints) -> tuple[Table, Floats]:
         """Rows of a program's table and starts of the ops, from (kinds, S, m, parts) starts and (S, m) levels in the

@@ -1,9 +1,7 @@
-"""Why an op starts when it starts, and why a device waits: the op that each start waited for, the chains from there
-back, and what stood ready meanwhile.
+"""Why an op starts when it starts, and why a device waits.
 
-An op starts at the end of the last of all that it waits for (`graph.waits_of`). Following that one back from the end of
-a schedule gives a critical path; following it back from the op behind a gap, to the moment at which the gap began,
-tells what the device waited for.
+An op starts at the end of the last of all that it waits for (`graph.waits_of`). Followed back from the end of a
+schedule, these ops are a critical path; followed back from the op behind a gap, they say what the device waited for.
 
 Memory delays no op by itself: it decides in which order a program may stand. So a gap also has the later ops of its
 device that could have run in it by their inputs, each with what speaks against it (`Hindrance`).
@@ -51,68 +49,55 @@ _PREFERRED = (Cause.STREAM, Cause.RESTORED, Cause.OWN, Cause.ISSUED, Cause.ACROS
 
 @dataclass(frozen=True, eq=False)
 class Gaps:
-    """The times in which devices do not compute, device after device, (g,) each.
-
-    `row` is the op that ends the gap. Behind a device's last op it is the op that ends the schedule, and `last` is set.
-    `place` is the row of the program at which the gap lies: the one behind the compute op before.
-    """
+    """The times in which devices do not compute, device after device, (g,) each."""
 
     device: Ints
     begin_ms: Floats
     end_ms: Floats
-    row: Ints
-    place: Ints
-    last: Flags
+    row: Ints  # the op that ends the gap; behind a device's last op the one that ends the schedule
+    place: Ints  # the row of the program at which the gap lies: the one behind the compute op before
+    last: Flags  # whether the gap is behind a device's last op
 
     def __len__(self) -> int:
         return len(self.row)
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
-    """Ops that stood ready in a gap, (k,) each: for each gap and kind of compute op the first one of the program.
-
-    `since_ms` is when it could have started, `held_bytes` what the device would hold at most if it had run there.
-    """
+class ReadyOps:
+    """Ops that stood ready in a gap, (k,) each: for each gap and kind of compute op the first one of the program."""
 
     gap: Ints
     row: Ints
-    since_ms: Floats
-    held_bytes: Ints
+    since_ms: Floats  # when it could have started
+    held_bytes: Ints  # what the device would hold at most if it had run there
     hindrance: Ints
 
 
 class Causes:
-    """Why ops of a schedule start when they do."""
+    """Why ops of a schedule start when they do.
+
+    Attributes
+    ----------
+    row
+        (n,) the op that each op waited for last, `NONE` where it starts with the schedule. A pair is its first.
+    why
+        (n,) how it waited for it: a `Cause`.
+    """
 
     def __init__(self, compiled: CompiledSchedule) -> None:
         self._compiled, self._timeline = compiled, compiled.timeline
         self._tolerance = TOLERANCE * (1.0 + self._timeline.makespan_ms)
-
-    @cached_property
-    def _binding(self) -> tuple[Ints, Ints]:
-        timeline, (waits, delays) = self._timeline, self._compiled.waits
+        waits, delays = compiled.waits
         n, columns = waits.shape
-        ended = np.where(waits >= 0, timeline.end[waits] + delays, -np.inf)
+        ended = np.where(waits >= 0, self._timeline.end[waits] + delays, -np.inf)
         kinds = [_OF_COLUMN[column % 4] for column in range(columns - 1)] + [Cause.STREAM]
         order = sorted(range(columns), key=lambda column: _PREFERRED.index(kinds[column]))
         late = ended[:, order] >= ended.max(axis=1, initial=-np.inf)[:, None] - self._tolerance
         chosen = np.array(order)[late.argmax(axis=1)]
-        row: Ints = waits[np.arange(n), chosen]
-        why = np.where(row >= 0, np.array(kinds, np.int64)[chosen], int(Cause.BEGIN))
-        second = np.flatnonzero(timeline.rows.second)
-        row[second], why[second] = row[second - 1], why[second - 1]
-        return row, why
-
-    @property
-    def row(self) -> Ints:
-        """(n,) the op that each op waited for last, `NONE` where it starts with the schedule. A pair is its first."""
-        return self._binding[0]
-
-    @property
-    def why(self) -> Ints:
-        """(n,) how it waited for it: a `Cause`."""
-        return self._binding[1]
+        self.row: Ints = waits[np.arange(n), chosen]
+        self.why: Ints = np.where(self.row >= 0, np.array(kinds, np.int64)[chosen], int(Cause.BEGIN))
+        second = np.flatnonzero(self._timeline.rows.second)
+        self.row[second], self.why[second] = self.row[second - 1], self.why[second - 1]
 
     def chain(self, row: int, begin_ms: float) -> list[int]:
         """The ops from `row` back, each waited for by the one before; the last one runs at `begin_ms` or earlier."""
@@ -156,23 +141,25 @@ class Causes:
         return Gaps(*(getattr(gaps, field.name)[kept] for field in fields(gaps)))
 
     @cached_property
-    def ready(self) -> Ready:
+    def ready(self) -> ReadyOps:
         """What stood ready in the gaps: ops that come later in the program and whose inputs were there before the gap
         ended. The op that ends the gap is one of them where it only waited for a drop."""
-        gaps, rows, since = self.gaps, self._timeline.rows, self._inputs_ready()
+        gaps, compiled, timeline = self.gaps, self._compiled, self._timeline
+        needs, device = compiled.needs, timeline.rows.device
+        ended = np.where(needs.rows >= 0, timeline.end[needs.rows], -np.inf)
+        ended[:, ACROSS] += needs.delay_ms
+        since = np.maximum(ended[:, [OWN, ACROSS, RESTORED]].max(axis=1), timeline.start.min())
         pairs = self._ready_in_gaps(since)
         which, ready = np.array(pairs, np.int64).reshape(-1, 2).T
         begin = np.maximum(since[ready], gaps.begin_ms[which])
         held = np.array([self._held_if_moved(row, int(gaps.place[gap])) for gap, row in pairs], np.int64)
-        limits = self._compiled.problem.costs.activation_budget
-        lasts = self._timeline.end[ready] - self._timeline.start[ready]
-        long = lasts > gaps.end_ms[which] - begin + self._tolerance
+        long = timeline.end[ready] - timeline.start[ready] > gaps.end_ms[which] - begin + self._tolerance
         hindrance = np.where(long, int(Hindrance.LENGTH), int(Hindrance.ORDER))
-        hindrance[held > limits[rows.device[ready]]] = Hindrance.MEMORY
-        return Ready(which, ready, begin, held, hindrance)
+        hindrance[held > compiled.problem.costs.activation_budget[device[ready]]] = Hindrance.MEMORY
+        return ReadyOps(which, ready, begin, held, hindrance)
 
     def _ready_in_gaps(self, since: Floats) -> list[tuple[int, int]]:
-        """(gap, row) of the first later op of each kind whose inputs are there before the gap ends."""
+        """(gap, row) of the first later op of each kind whose inputs are there (n,) before the gap ends."""
         gaps, rows = self.gaps, self._timeline.rows
         pairs: list[tuple[int, int]] = []
         for kind in sorted(COMPUTE):
@@ -187,14 +174,6 @@ class Causes:
                 if since[candidates[first]] < gaps.end_ms[gap] - self._tolerance:
                     pairs.append((gap, int(candidates[first])))
         return sorted(pairs)
-
-    def _inputs_ready(self) -> Floats:
-        """(n,) when all that an op needs has ended, its place in the program apart."""
-        needs, timeline = self._compiled.needs, self._timeline
-        ended = np.where(needs.rows >= 0, timeline.end[needs.rows], -np.inf)
-        ended[:, ACROSS] += needs.delay_ms
-        ready: Floats = np.maximum(ended[:, [OWN, ACROSS, RESTORED]].max(axis=1), timeline.start.min())
-        return ready
 
     def _held_if_moved(self, row: int, place: int) -> int:
         """The most bytes that the device holds if `row` runs at `place`, from then until it has its old place."""

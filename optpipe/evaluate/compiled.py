@@ -1,19 +1,16 @@
-"""`CompiledSchedule`: everything that follows from a problem and programs, each part computed once, on demand.
-
-Simulation, certificate, validity, the picture of a deadlock, the solver's windows and the runtime's lowering all
-read the same rows, index, needs, streams and effects.
-"""
+"""`CompiledSchedule`: everything that follows from a problem and programs, each part computed once, on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
+
 from optpipe.errors import ScheduleError
-from optpipe.evaluate import graph, memory, timeline, validity
-from optpipe.evaluate.effects import Effects, RowEffects
+from optpipe.evaluate import graph, timeline, validity
+from optpipe.evaluate.effects import Certificate, Effects, Held, RowEffects
 from optpipe.evaluate.graph import Needs, Streams
-from optpipe.evaluate.memory import Certificate, Held
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.evaluate.timeline import Timeline
 from optpipe.model.arrays import Floats, Ints
@@ -22,18 +19,11 @@ from optpipe.model.program import Program
 
 
 class CompiledSchedule:
-    """Programs of one problem, compiled.
+    """One program a device, and the order of all transfers on each shared link, compiled for their problem.
 
-    Parameters
-    ----------
-    problem
-        The problem that the programs are for.
-    programs
-        One program a device.
-    links
-        The order of all transfers on each link that several devices share.
-
-    Every property below raises ScheduleError if the programs are not of this problem; `complaints` says so instead.
+    Simulation, certificate, validity, the picture of a deadlock, the solver's windows and the runtime's lowering read
+    the same rows, index, needs, streams and effects. Every property raises ScheduleError if the programs are not of
+    this problem; `complaints` says so instead.
     """
 
     def __init__(self, problem: Problem, programs: Sequence[Program], links: Mapping[str, Program]) -> None:
@@ -69,7 +59,9 @@ class CompiledSchedule:
     @cached_property
     def durations_ms(self) -> Floats:
         """(n,) nominal times; a pair's stands on its first op."""
-        return graph.durations(self.problem, self.rows, graph.nominal_ms(self.problem, self.rows, self.index))
+        ms, first = graph.nominal_ms(self.problem, self.rows, self.index), self.rows.first
+        ms[first] = (self.problem.overlap_factor or 1.0) * (ms[first] + ms[first + 1])
+        return ms
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -78,9 +70,13 @@ class CompiledSchedule:
 
     @cached_property
     def places(self) -> Ints:
-        """(n,) each op's place in one order of all ops, in which none comes before what it waits for
-        (`places_by_end`)."""
-        return timeline.places_by_end(self.timeline, self.waits[0])
+        """(n,) each op's place in one order of all ops: by their ends, and at one moment behind what they wait for. The
+        second op of a pair comes after its first."""
+        rows, n = self.rows, len(self.rows)
+        depth, places = timeline.depths(self.waits[0], np.flatnonzero(~rows.second)), np.empty(n, np.int64)
+        depth[rows.first + 1] = depth[rows.first]
+        places[np.lexsort((np.arange(n), depth, self.timeline.end))] = np.arange(n)
+        return places
 
     @cached_property
     def effects(self) -> RowEffects:
@@ -95,7 +91,7 @@ class CompiledSchedule:
     @cached_property
     def certificate(self) -> Certificate:
         """The peaks of device and host memory."""
-        return memory.certificate(self.problem, self.rows, self.held)
+        return Certificate.from_held(self.problem, self.rows, self.held)
 
     @cached_property
     def complaints(self) -> list[str]:

@@ -1,7 +1,8 @@
-"""The memory rule: what each kind of op takes when it starts and frees when it ends, on its device and on the host.
+"""The memory rule: what each kind of op takes when it starts and frees when it ends, on its device and on the host; and
+the certificate: the exact peaks of memory, by a prefix scan over each program.
 
-`TABLE`, of `optpipe.model.ops.KINDS`, is the only place that says it. The certificate is a prefix scan over it; list
-scheduling, CP-SAT, the MILP, repair, bounds and the runtime's lowering read the same table.
+`TABLE`, of `optpipe.model.ops.KINDS`, is the only place of the rule. Certificate, list scheduling, CP-SAT, the MILP,
+repair, bounds and the runtime's lowering read it.
 
 What an op takes counts from its start, what it frees counts until its end. So no jitter of any op or transfer leads to
 more bytes than the scan over the programs finds. G, U and P have no effect: what they move is model state, which is
@@ -10,6 +11,7 @@ not part of `activation_budget_bytes`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from optpipe.model.arrays import NONE, Ints
 from optpipe.model.costs import stored_width
 from optpipe.model.ops import KINDS, ActivationSizes, Kind, nothing
 from optpipe.model.problem import Problem
+from optpipe.text import distinct_sizes
 
 TABLE = {kind: info.effect for kind, info in KINDS.items()}
 
@@ -50,18 +53,16 @@ class Effects:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        costs = problem.costs
-        self.takes, self.frees = self._by_kind(kept=costs.activation)
+        self._costs = problem.costs
+        self.takes, self.frees = self._by_kind(kept=self._costs.activation)
 
     def _by_kind(self, kept: Ints) -> tuple[Ints, Ints]:
-        costs = self.problem.costs
-        arrays = costs.activation, costs.saved_for_weight, kept
+        arrays = self._costs.activation, self._costs.saved_for_weight, kept
         width = max(map(stored_width, arrays))  # equal micro-batches are computed once
         activation, saved, kept = (array[:, :width] for array in arrays)
         none = np.zeros_like(kept)
         sizes = ActivationSizes(activation, saved, kept, moved=none, hosted=none)
-        shape = len(Kind), *costs.activation.shape
+        shape = len(Kind), *self._costs.activation.shape
         takes = np.array([TABLE[kind].takes(sizes) for kind in Kind])
         frees = np.array([TABLE[kind].frees(sizes) for kind in Kind])
         return np.broadcast_to(takes, shape), np.broadcast_to(frees, shape)
@@ -69,20 +70,20 @@ class Effects:
     @cached_property
     def by_level(self) -> list[tuple[Ints, Ints]]:
         """By level: (len(Kind), S, m) what ops take and free where the activation is recomputed by it."""
-        return [self._by_kind(kept) for kept in self.problem.costs.levels.checkpoint]
+        return [self._by_kind(kept) for kept in self._costs.levels.checkpoint]
 
     @cached_property
     def parts(self) -> Ints:
         """(S, m, parts) the bytes of each part of an activation that can leave; 0 beyond a stage's number of parts."""
-        return self._parts(self.problem.costs.offload, NONE)
+        return self._parts(self._costs.offload, NONE)
 
     @cached_property
     def parts_by_level(self) -> list[Ints]:
         """By level: (S, m, parts) the bytes of each part of its checkpoint that can leave."""
-        return [self._parts(offload, level) for level, offload in enumerate(self.problem.costs.levels.offload)]
+        return [self._parts(offload, level) for level, offload in enumerate(self._costs.levels.offload)]
 
     def _parts(self, offload: Ints, level: int) -> Ints:
-        costs = self.problem.costs
+        costs = self._costs
         stage, j, part = np.ogrid[: len(costs.parts), : stored_width(offload), : costs.parts.max()]
         nbytes = np.where(part < costs.parts[stage], costs.part_bytes(stage, j, part, level), 0)
         return np.broadcast_to(nbytes, (*offload.shape, nbytes.shape[2]))
@@ -97,23 +98,28 @@ class Effects:
         holdings: list[Holding] = []
         held = 0
         for kind in kinds:
-            for ended, change in (
-                (False, int(takes[kind, stage, microbatch])),
-                (True, -int(frees[kind, stage, microbatch])),
-            ):
+            for ended, change in ((False, takes[kind, stage, microbatch]), (True, -frees[kind, stage, microbatch])):
                 if change:
-                    held += change
+                    held += int(change)
                     holdings.append(Holding(kind, ended, held))
         return holdings
 
     def by_row(self, rows: Rows, index: Index) -> RowEffects:
-        """What each op takes at its start and frees at its end, (n,) bytes each. Those of a pair stand on its first
-        op."""
+        """What each op takes and frees. What those of a pair do stands on its first op."""
         sizes = self._sizes(rows, index)
-        return RowEffects(*(self._by_row(rows, sizes, what) for what in RowEffects._fields))
+
+        def amounts(what: str) -> Ints:
+            effects = {kind: getattr(effect, what) for kind, effect in TABLE.items()}
+            kinds = [kind for kind, effect in effects.items() if effect is not nothing]
+            amount: Ints = np.select([rows.kind == kind for kind in kinds], [effects[kind](sizes) for kind in kinds], 0)
+            amount[rows.first] += amount[rows.first + 1]
+            amount[rows.second] = 0
+            return amount
+
+        return RowEffects(*map(amounts, RowEffects._fields))
 
     def _sizes(self, rows: Rows, index: Index) -> ActivationSizes:
-        costs, stage, microbatch = self.problem.costs, rows.stage, rows.microbatch
+        costs, stage, microbatch = self._costs, rows.stage, rows.microbatch
         activation, saved = costs.activation[stage, microbatch], costs.saved_for_weight[stage, microbatch]
         kept = activation
         if costs.can_recompute.any():
@@ -125,15 +131,93 @@ class Effects:
         if costs.can_evict.any():
             evicted = rows.of_kinds(Kind.D) & (index.rows_of(Kind.E) >= 0)[stage, microbatch]
             moved = np.where(evicted | rows.of_kinds(Kind.L, Kind.A, Kind.V), costs.evict[stage, microbatch], moved)
-        hosted = np.zeros((len(self.problem.stages), self.problem.microbatches), dtype=np.int64)
+        hosted = np.zeros(costs.activation.shape, dtype=np.int64)
         leaving = np.flatnonzero(rows.of_kinds(Kind.O))
         np.add.at(hosted, (stage[leaving], microbatch[leaving]), moved[leaving])
         return ActivationSizes(activation, saved, kept, moved, hosted[stage, microbatch])
 
-    def _by_row(self, rows: Rows, sizes: ActivationSizes, what: str) -> Ints:
-        effects = {kind: getattr(effect, what) for kind, effect in TABLE.items()}
-        kinds = [kind for kind, effect in effects.items() if effect is not nothing]
-        amount: Ints = np.select([rows.kind == kind for kind in kinds], [effects[kind](sizes) for kind in kinds], 0)
-        amount[rows.first] += amount[rows.first + 1]
-        amount[rows.second] = 0
-        return amount
+
+def held_during(taken: Ints, freed: Ints, begins: Ints) -> Ints:
+    """(n,) the prefix scan: the bytes held during each op, of (n,) bytes taken and freed in program order, where the
+    program of each device begins at (D + 1,) `begins`."""
+    held: Ints = np.cumsum(taken - freed)
+    before = np.concatenate(([0], held))[begins[:-1]]  # what the programs above left
+    held -= np.repeat(before, np.diff(begins))
+    return held + freed
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The bytes that are held during each op and after it, (n,) each."""
+
+    during: Ints
+    after: Ints  # the ops of a pair may share their bytes in any way: the first has after it what the pair holds
+    on_host: Ints  # during each op
+
+    @classmethod
+    def scan(cls, effects: RowEffects, rows: Rows, devices: int) -> Held:
+        begins = rows.begins(devices)
+        during = held_during(effects.takes, effects.frees, begins)
+        after = during - effects.frees
+        after[rows.first] = during[rows.first + 1] = during[rows.first]
+        return cls(during, after, held_during(effects.takes_on_host, effects.frees_on_host, begins))
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that a device, or its share of host memory, holds."""
+
+    bytes: int
+    at: str  # the op during which it does
+    limit: int | None  # what it may hold; None where nothing limits it
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.bytes <= self.limit
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The peaks of every device, by the order of its program alone.
+
+    Attributes
+    ----------
+    device
+        By device: the peak of its memory.
+    host
+        By device: that of the pinned host memory that it uses.
+    """
+
+    device: tuple[Peak, ...]
+    host: tuple[Peak, ...]
+
+    @classmethod
+    def from_held(cls, problem: Problem, rows: Rows, held: Held) -> Certificate:
+        begins = rows.begins(len(problem.devices)).tolist()
+
+        def peak(during: Ints, d: int, limit: int | None) -> Peak:
+            begin, end = begins[d : d + 2]
+            if begin == end:
+                return Peak(0, "no op", limit)
+            row = begin + int(np.argmax(during[begin:end]))
+            return Peak(int(during[row]), str(rows.op(row)), limit)
+
+        devices = list(enumerate(problem.devices))
+        return cls(
+            tuple(peak(held.during, d, device.activation_budget_bytes) for d, device in devices),
+            tuple(peak(held.on_host, d, device.host_memory_bytes) for d, device in devices),
+        )
+
+    @property
+    def fits(self) -> bool:
+        return not self.complaints()
+
+    def complaints(self) -> list[str]:
+        """A sentence for each device that needs more than it has."""
+        return [
+            f"device {d} needs {needed}{of} during {peak.at} and has {limit}"
+            for of, peaks in (("", self.device), (" of host memory", self.host))
+            for d, peak in enumerate(peaks)
+            if not peak.fits
+            for needed, limit in [distinct_sizes(peak.bytes, peak.limit or 0)]
+        ]

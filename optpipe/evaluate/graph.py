@@ -32,7 +32,7 @@ ISSUED = 3  # the op on the compute stream after which a transfer stands in its 
 class Needs(NamedTuple):
     """What each op needs."""
 
-    rows: Ints  # (n, 4) or (n, k) rows, `NONE` for nothing
+    rows: Ints  # (n, 4) rows, `NONE` for nothing
     delay_ms: Floats  # (n,) how long ago the one in column `ACROSS` must have ended
 
 
@@ -60,75 +60,45 @@ def nominal_ms(problem: Problem, rows: Rows, index: Index) -> Floats:
     return costs.op_ms(rows.kind, rows.stage, rows.microbatch, index.level[rows.stage, rows.microbatch])
 
 
-def durations(problem: Problem, rows: Rows, ms: Floats) -> Floats:
-    """(n, ...) each op's time in ms, where `ms` are the ops' times alone; a pair's stands on its first op.
-
-    The times may have further dimensions, such as samples.
-    """
-    ms[rows.first] = (problem.overlap_factor or 1.0) * (ms[rows.first] + ms[rows.first + 1])
-    return ms
-
-
 def needs_of(problem: Problem, rows: Rows, index: Index) -> Needs:
     """What each op needs. Raises ScheduleError where that is in no program."""
-    collected = _Collector(problem, rows, index)
-    for kind, waiting in index.present.items():
-        collected.add_kind(kind, waiting)
-    collected.add_neighbour_stages()
-    collected.add_places_in_program()
-    return Needs(collected.needs, collected.delay_ms)
+    costs = problem.costs
+    needs = Needs(np.full((len(rows), 4), NONE), np.zeros(len(rows)))
 
-
-class _Collector:
-    """The needs of all rows."""
-
-    def __init__(self, problem: Problem, rows: Rows, index: Index) -> None:
-        self._problem, self._rows, self._index = problem, rows, index
-        self.needs = np.full((len(rows), 4), NONE)
-        self.delay_ms = np.zeros(len(rows))
-
-    def _require(self, waiting: Ints, column: int, targets: Ints, what: str) -> None:
-        if (targets < 0).any():
-            row = int(waiting[np.flatnonzero(targets < 0)[0]])
-            device = self._rows.device[row]
-            raise ScheduleError(f"{self._rows.op(row)} in the program of device {device} has no {what}")
-        self.needs[waiting, column] = targets
-
-    def _last(self, kinds: Collection[Kind], waiting: Ints) -> Ints:
-        last: Ints = np.max([self._index.of_same_activation(kind, waiting) for kind in kinds], axis=0)
+    def last(kinds: Collection[Kind], waiting: Ints) -> Ints:
+        last: Ints = np.max([index.of_same_activation(kind, waiting) for kind in kinds], axis=0)
         return last
 
-    def add_kind(self, kind: Kind, waiting: Ints) -> None:
-        """What ops of a kind need of their own activation, as `KINDS` has it."""
+    def require(waiting: Ints, column: int, targets: Ints, what: str) -> None:
+        if (targets < 0).any():
+            row = int(waiting[np.flatnonzero(targets < 0)[0]])
+            raise ScheduleError(f"{rows.op(row)} in the program of device {rows.device[row]} has no {what}")
+        needs.rows[waiting, column] = targets
+
+    for kind, waiting in index.present.items():
         info = KINDS[kind]
         if info.needs:
-            self._require(waiting, OWN, self._last(info.needs, waiting), info.missing)
+            missing = info.missing or KINDS[info.needs[0]].word
+            require(waiting, OWN, last(info.needs, waiting), missing)
         if info.across is not None:
-            self._require(waiting, ACROSS, self._last([info.across], waiting), KINDS[info.across].word)
-        if restored := [each for each in info.restored if each in self._index.present]:
-            self.needs[waiting, RESTORED] = self._last(restored, waiting)
-
-    def add_neighbour_stages(self) -> None:
-        """A forward needs that of the stage before it on the route, a backward that of the stage after it."""
-        costs = self._problem.costs
-        ways = (((Kind.F,), costs.before, FORWARDS), ((Kind.B, Kind.BW), costs.after, GRADIENTS))
-        for kinds, neighbours, way in ways:
-            waiting, targets = np.flatnonzero(self._rows.of_kinds(*kinds)), self._index.rows_of(*kinds)
-            stage, microbatch = self._rows.stage[waiting], self._rows.microbatch[waiting]
-            neighbour = neighbours[costs.route[microbatch], stage]
-            inner = neighbour >= 0
-            waiting, stage, neighbour = waiting[inner], stage[inner], neighbour[inner]
-            self._require(waiting, ACROSS, targets[neighbour, microbatch[inner]], "neighbour stage's op to wait for")
-            self.delay_ms[waiting] = costs.message_ms[way, stage, microbatch[inner]]
-
-    def add_places_in_program(self) -> None:
-        """A transfer needs the op on the compute stream after which it stands."""
-        rows = self._rows
-        leads = ~rows.transfer & ~rows.second
-        last = np.maximum.accumulate(np.where(leads, np.arange(len(rows)), NONE))
-        issued = np.flatnonzero(rows.transfer & (last >= 0))
-        issued = issued[rows.device[last[issued]] == rows.device[issued]]
-        self.needs[issued, ISSUED] = last[issued]
+            require(waiting, ACROSS, last([info.across], waiting), KINDS[info.across].word)
+        if restored := [each for each in info.restored if each in index.present]:
+            needs.rows[waiting, RESTORED] = last(restored, waiting)
+    # A forward needs that of the stage before it on the route, a backward that of the stage after it.
+    for kinds, neighbours, way in (((Kind.F,), costs.before, FORWARDS), ((Kind.B, Kind.BW), costs.after, GRADIENTS)):
+        waiting = np.flatnonzero(rows.of_kinds(*kinds))
+        waiting = waiting[neighbours[costs.route[rows.microbatch[waiting]], rows.stage[waiting]] >= 0]
+        stage, microbatch = rows.stage[waiting], rows.microbatch[waiting]
+        targets = index.rows_of(*kinds)[neighbours[costs.route[microbatch], stage], microbatch]
+        require(waiting, ACROSS, targets, "neighbour stage's op to wait for")
+        needs.delay_ms[waiting] = costs.message_ms[way, stage, microbatch]
+    # A transfer needs the op on the compute stream after which it stands in its program.
+    leads = ~rows.transfer & ~rows.second
+    before = np.maximum.accumulate(np.where(leads, np.arange(len(rows)), NONE))
+    issued = np.flatnonzero(rows.transfer & (before >= 0))
+    issued = issued[rows.device[before[issued]] == rows.device[issued]]
+    needs.rows[issued, ISSUED] = before[issued]
+    return needs
 
 
 def streams_of(problem: Problem, links: Mapping[str, Program], rows: Rows, index: Index) -> Streams:
@@ -159,7 +129,12 @@ def _rows_on_link(problem: Problem, links: Mapping[str, Program], link: str, row
             f"links[{link!r}] is missing: devices {sharers} share it, so it needs the order of its transfers"
         )
     named = Rows.from_programs([links[link]])
-    ordered = _find_rows(problem, named, index)
+    within = named.on_host_link & (named.stage < len(problem.stages)) & (named.microbatch < problem.microbatches)
+    ordered = np.full(len(named), NONE)
+    for kind in HOST_LINK:
+        by_part = index.parts(kind)
+        chosen = within & (named.kind == kind) & (named.part < by_part.shape[2])
+        ordered[chosen] = by_part[named.stage[chosen], named.microbatch[chosen], named.part[chosen]]
     stray = ~np.isin(ordered, transfers)
     if stray.any():
         op = named.op(int(np.flatnonzero(stray)[0]))
@@ -178,17 +153,6 @@ def _rows_on_link(problem: Problem, links: Mapping[str, Program], link: str, row
                 f"links[{link!r}]: {first} stands before {second}, in the program of device {d} after it"
             )
     return ordered
-
-
-def _find_rows(problem: Problem, named: Rows, index: Index) -> Ints:
-    """The row of each named transfer in the programs, NONE where it is in none."""
-    within = named.on_host_link & (named.stage < len(problem.stages)) & (named.microbatch < problem.microbatches)
-    rows = np.full(len(named), NONE)
-    for kind in HOST_LINK:
-        by_part = index.parts(kind)
-        chosen = within & (named.kind == kind) & (named.part < by_part.shape[2])
-        rows[chosen] = by_part[named.stage[chosen], named.microbatch[chosen], named.part[chosen]]
-    return rows
 
 
 def waits_of(rows: Rows, needs: Needs, streams: Streams) -> tuple[Ints, Floats]:

@@ -65,17 +65,18 @@ def compiled(function: F) -> F:
 
 def compiled_part(function: F) -> F:
     """As `compiled`, for what only compiled functions call and makes no arrays: no `numpy.zeros`, no array that is
-    assigned to a slice.
+    assigned to a slice. Not for what is called in many places: it is inlined in each.
 
-    numba then writes no code that takes its arguments from Python, which for named tuples of many arrays takes as long
-    to compile as the function, and does not count the references to each array that is passed on or read from a tuple:
-    without that the clock of the list scheduler takes a small part of the time. `_nrt` is no public name of numba's.
+    numba then neither writes code that takes arguments from Python, nor passes them on, nor counts the references to
+    each array that is passed on or read from a tuple. For named tuples of many arrays all that takes as long as the
+    work: without it the clock of the list scheduler takes half the time. `_nrt` is no public name of numba's.
     """
     try:
         import numba
     except ImportError:
         return function
-    return cast(F, numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)(function))
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False, "forceinline": True}
+    return cast(F, numba.njit(nogil=True, **options)(function))
 
 
 @cache
@@ -91,17 +92,17 @@ def plain(function: F) -> F:
 def waits_for_compiler(loops: Iterable[str]) -> bool:
     """Whether a call of one of these functions, each as "module:function", waits for a compiler: neither this process
     nor an earlier one has compiled it. That takes some seconds, once on a machine."""
-    functions = (getattr(import_module(module), name) for module, _, name in (loop.partition(":") for loop in loops))
-    return not all(map(_is_compiled, functions))
-
-
-def _is_compiled(function: Any) -> bool:
-    if not hasattr(function, "signatures"):  # no numba, or switched off
-        return True
-    code = function.py_func.__code__
-    with _numbas_folder:
-        kept = _kept_in(Path(code.co_filename).parent)
-    return bool(function.signatures) or any(kept.glob(f"*/{Path(code.co_filename).stem}.{code.co_name}-*.nbc"))
+    for loop in loops:
+        module, _, name = loop.partition(":")
+        function = getattr(import_module(module), name)
+        if getattr(function, "signatures", True):  # compiled in this process; or no numba, or switched off
+            continue
+        file = Path(function.py_func.__code__.co_filename)
+        with _numbas_folder:
+            kept = _kept_in(file.parent)
+        if not any(kept.glob(f"*/{file.stem}.{name}-*.nbc")):
+            return True
+    return False
 
 
 _numbas_folder = threading.Lock()

@@ -96,12 +96,6 @@ class Rows:
         """The op of a row, or the pair that begins there."""
         return Pair(self.op(row), self.op(row + 1)) if self.table[row, JOINED] else self.op(row)
 
-    def refuse(self, wrong: Flags, why: str) -> None:
-        """Raises ScheduleError for the first row that is marked."""
-        if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            raise ScheduleError(f"{self.op(row)} in the program of device {self.device[row]}: {why}")
-
     def require_known(self, problem: Problem) -> None:
         """Raises ScheduleError for an op that this problem does not have.
 
@@ -110,39 +104,43 @@ class Rows:
         """
         if len(self) == 0:
             return
+
+        def refuse(wrong: Flags, why: str) -> None:
+            if wrong.any():
+                row = int(np.flatnonzero(wrong)[0])
+                raise ScheduleError(f"{self.op(row)} in the program of device {self.device[row]}: {why}")
+
         costs, stage, microbatch = problem.costs, self.stage, self.microbatch
         if int(self.device[-1]) >= len(problem.devices):
             raise ScheduleError(
                 f"there is a program for device {self.device[-1]}, but the problem has {len(problem.devices)} devices"
             )
-        self.refuse(stage >= len(problem.stages), f"there are {len(problem.stages)} stages")
-        self.refuse(microbatch >= problem.microbatches, f"there are {problem.microbatches} micro-batches")
+        refuse(stage >= len(problem.stages), f"there are {len(problem.stages)} stages")
+        refuse(microbatch >= problem.microbatches, f"there are {problem.microbatches} micro-batches")
         accepting, optimizer = self.of_kinds(Kind.A, Kind.V), self.of_kinds(*OPTIMIZER)
         home = costs.device[stage]
-        self.refuse(self.of_kinds(*EVICTION) & ~costs.can_evict[stage], "the stage has no evict_ms")
-        self.refuse(accepting & (costs.peer[home] != self.device), "the stage's device has another peer")
-        self.refuse(~accepting & (home != self.device), "the stage is on another device")
-        self.refuse(optimizer & (microbatch > 0), "what happens once an iteration is written with micro-batch 0")
-        self.refuse(optimizer & ~costs.can_update[stage], "the stage has no update_ms")
+        refuse(self.of_kinds(*EVICTION) & ~costs.can_evict[stage], "the stage has no evict_ms")
+        refuse(accepting & (costs.peer[home] != self.device), "the stage's device has another peer")
+        refuse(~accepting & (home != self.device), "the stage is on another device")
+        refuse(optimizer & (microbatch > 0), "what happens once an iteration is written with micro-batch 0")
+        refuse(optimizer & ~costs.can_update[stage], "the stage has no update_ms")
         passed = costs.before[costs.route[microbatch], stage] != OFF_ROUTE
-        self.refuse(~optimizer & ~passed, "the micro-batch does not pass this stage")
+        refuse(~optimizer & ~passed, "the micro-batch does not pass this stage")
         again = self.of_kinds(Kind.C)
-        self.refuse(again & ~costs.can_recompute[stage], "the stage has no recompute_ms and no levels")
-        self.refuse(again & (self.part >= costs.levels.count[stage]), "the stage has fewer levels")
+        refuse(again & ~costs.can_recompute[stage], "the stage has no recompute_ms and no levels")
+        refuse(again & (self.part >= costs.levels.count[stage]), "the stage has fewer levels")
         leaves, moved = costs.can_offload[stage], self.of_kinds(Kind.O, Kind.R)
         if again.any():
             level = Index(problem, self).level[stage, microbatch]
             leaves = np.where(level >= 0, costs.levels.can_offload[level, stage], leaves)
             both = "an activation is offloaded or recomputed, not both, where its level has no offload_ms"
-            self.refuse(moved & (level >= 0) & ~leaves, both)
-        self.refuse(moved & ~leaves, "the stage has no offload_ms")
+            refuse(moved & (level >= 0) & ~leaves, both)
+        refuse(moved & ~leaves, "the stage has no offload_ms")
         leaves = leaves | costs.can_evict[stage]
-        self.refuse(self.of_kinds(Kind.D) & ~leaves, "the stage has neither offload_ms nor evict_ms")
-        self.refuse(~again & (self.part >= costs.parts[stage]), "the stage has fewer parts")
-        joined = self.table[:, JOINED] == 1
-        self.refuse(
-            joined & (problem.overlap_factor is None), "ops run together only where the problem has overlap_factor"
-        )
+        refuse(self.of_kinds(Kind.D) & ~leaves, "the stage has neither offload_ms nor evict_ms")
+        refuse(~again & (self.part >= costs.parts[stage]), "the stage has fewer parts")
+        joined = (self.table[:, JOINED] == 1) & (problem.overlap_factor is None)
+        refuse(joined, "ops run together only where the problem has overlap_factor")
 
 
 class Index:

@@ -1,4 +1,5 @@
-"""When every op runs: the longest path over data dependencies, program order, links and drops.
+"""When every op runs: the longest path over data dependencies, program order, links and drops; or which ops wait for
+each other in a circle.
 
 An op starts when the op before it on its stream and the ops that it needs (`optpipe.evaluate.graph`) have ended.
 """
@@ -11,13 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from optpipe.evaluate.deadlock import deadlock_error
+from optpipe.errors import ScheduleError
 from optpipe.evaluate.graph import Needs, Streams
 from optpipe.evaluate.jit import LazyJit
 from optpipe.evaluate.rows import Rows
-from optpipe.model.arrays import Floats, Ints, Table
-from optpipe.model.ops import COMPUTE, MARKS
+from optpipe.model.arrays import Flags, Floats, Ints, Table
+from optpipe.model.ops import COMPUTE, MARKS, Op, Pair
 from optpipe.model.program import JOINED
+
+AROUND = 6  # positions shown before and after the ops on the cycle, fewer where there are many
+MAX_COLUMNS = 28  # positions shown
+MAX_ROWS = 16  # devices shown
+MAX_WAITS = 40  # ops named in the sentence
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
@@ -84,7 +90,10 @@ def timed_samples(rows: Rows, waits: Ints, delay_ms: Floats, duration_ms: Floats
     """
     start, end = np.zeros_like(duration_ms), np.zeros((len(rows) + 1, duration_ms.shape[1]))  # the last row is for NONE
     delayed = delay_ms.max(axis=(0, 2)) > 0
-    for group in dependency_levels(waits, np.flatnonzero(~rows.second)):
+    leads = np.flatnonzero(~rows.second)
+    depth = depths(waits, leads)
+    ranked = leads[np.argsort(depth[leads], kind="stable")]
+    for group in np.split(ranked, np.flatnonzero(np.diff(depth[ranked])) + 1):  # each waits for earlier groups only
         begin = start[group]
         for column in range(waits.shape[1]):
             ended = end[waits[group, column]]
@@ -97,25 +106,7 @@ def timed_samples(rows: Rows, waits: Ints, delay_ms: Floats, duration_ms: Floats
     return start, end[:-1]
 
 
-def places_by_end(timeline: Timeline, waits: Ints) -> Ints:
-    """(n,) each row's place in one order of all ops: by their ends, and at one moment behind what they wait for. The
-    second op of a pair comes after its first. `waits` as `waits_of` gives them."""
-    rows, n = timeline.rows, len(timeline.rows)
-    depth = _depths(waits, np.flatnonzero(~rows.second))
-    depth[rows.first + 1] = depth[rows.first]
-    places = np.empty(n, np.int64)
-    places[np.lexsort((np.arange(n), depth, timeline.end))] = np.arange(n)
-    return places
-
-
-def dependency_levels(waits: Ints, leads: Ints) -> list[Ints]:
-    """The rows in `leads`, in groups that wait for earlier groups only; `waits` as `waits_of` gives them."""
-    depth = _depths(waits, leads)
-    ranked = leads[np.argsort(depth[leads], kind="stable")]
-    return np.split(ranked, np.flatnonzero(np.diff(depth[ranked])) + 1)
-
-
-def _depths(waits: Ints, leads: Ints) -> Floats:
+def depths(waits: Ints, leads: Ints) -> Floats:
     """(n,) for each row in `leads`, how many ops at most come before it, each waiting for the one before."""
     n = len(waits)
     depth, end, done = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.bool_)
@@ -173,3 +164,74 @@ def longest_path(
 
 
 _longest_path = LazyJit(longest_path)
+
+
+class DeadlockError(ScheduleError):
+    """Ops that wait for each other. The message shows them on the device-by-position grid.
+
+    `cycle` lists them: each waits for the next, and the last for the first. Of ops that only follow each other on one
+    stream, the first and the last are listed.
+    """
+
+    def __init__(self, message: str, cycle: list[Op | Pair]) -> None:
+        super().__init__(message)
+        self.cycle = cycle
+
+
+def deadlock_error(rows: Rows, needs: Needs, streams: Streams, done: Flags) -> DeadlockError:
+    """The error for a simulation after which only the ops marked in `done` (n,) have run."""
+    cycle = _cycle(rows, needs, streams, done)
+    items = [rows.item(row) for row in cycle]
+    waits = [str(item) for item in [*items, items[0]]]
+    if len(waits) > MAX_WAITS:
+        waits[MAX_WAITS // 2 : -MAX_WAITS // 2] = [f"{len(waits) - MAX_WAITS} more that wait so"]
+    return DeadlockError(f"deadlock: {' waits for '.join(waits)}\n{_grid(rows, cycle)}", items)
+
+
+def _cycle(rows: Rows, needs: Needs, streams: Streams, done: Flags) -> list[int]:
+    """Follows undone ops, each to one it waits for, until an op comes again; then leaves out who only follows on its
+    stream."""
+    before, second = streams.before(len(rows)), rows.second
+    row = int(np.flatnonzero(~done & ~second)[0])
+    seen: dict[int, int] = {}
+    path: list[int] = []
+    while row not in seen:
+        seen[row] = len(path)
+        path.append(row)
+        group = [row, row + 1] if row + 1 < len(rows) and second[row + 1] else [row]
+        waits_for = [int(needed) for op in group for needed in needs.rows[op] if needed >= 0 and not done[needed]]
+        if before[row] >= 0 and not done[before[row]]:
+            waits_for.append(int(before[row]))
+        row = waits_for[0] - int(second[waits_for[0]])  # the first op stands for a pair
+    cycle = path[seen[row] :]
+    ahead, behind = [*cycle[1:], cycle[0]], [cycle[-1], *cycle[:-1]]
+    return [row for row, a, b in zip(cycle, ahead, behind, strict=True) if before[row] != a or before[b] != row]
+
+
+def _grid(rows: Rows, cycle: list[int]) -> str:
+    """Devices as rows, positions in their programs as columns; the ops on the cycle in [brackets], with some of their
+    neighbours."""
+    device = rows.device
+    first_row = {int(d): int(np.searchsorted(device, d)) for d in np.unique(device)}
+    involved = sorted({int(device[row]) for row in cycle})
+    shown = involved[:MAX_ROWS] if len(involved) > 1 else [d for d in first_row if abs(d - involved[0]) <= 1]
+    positions = {row - first_row[int(device[row])] for row in cycle if int(device[row]) in shown}
+    for around in range(AROUND, -1, -1):
+        columns = sorted({p for q in positions for p in range(max(0, q - around), q + around + 1)})
+        if len(columns) <= MAX_COLUMNS:
+            break
+    marked = {*cycle, *(row + 1 for row in cycle if rows.table[row, JOINED])}
+    lines = []
+    for d in shown:
+        cells = []
+        for p in columns[:MAX_COLUMNS]:
+            row = first_row[d] + p
+            text = str(rows.op(row)) if row < len(rows) and device[row] == d else ""
+            cells.append(f"[{text}]" if text and row in marked else f" {text} ")
+        lines.append((f"device {d}", cells))
+    width = max(len(cell) for _, cells in lines for cell in cells)
+    header = "position".ljust(11) + "".join(str(p).center(width) for p in columns[:MAX_COLUMNS])
+    grid = [header, *(name.ljust(11) + "".join(cell.center(width) for cell in cells) for name, cells in lines)]
+    if len(involved) > MAX_ROWS:
+        grid.append(f"and {len(involved) - MAX_ROWS} more devices")
+    return "\n".join(grid)

@@ -16,11 +16,10 @@ from optpipe.errors import InputError
 from optpipe.measured.messages import impossible
 from optpipe.measured.recording import Recording
 from optpipe.measured.steps import TrainingSteps, find_training_steps, listed
-from optpipe.model.figures import EachMs, each_microbatch, one_for_all
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
-from optpipe.model.records import COMPUTE_MS
+from optpipe.model.records import COMPUTE_MS, EachMs, each_microbatch, one_for_all
 from optpipe.schedule import Schedule, ScheduleFile, certify
 
 NO_TIME = "a step takes 0 ms: the times of its ops are expected"

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from optpipe.model.arrays import NONE, OFF_ROUTE, UNLIMITED, Flags, Floats, Ints, Table
-from optpipe.model.figures import EachMs
 from optpipe.model.ops import KINDS, Kind
-from optpipe.model.records import Device, Message, Stage
+from optpipe.model.records import Device, EachMs, Message, Stage
 
 FORWARDS, GRADIENTS = range(2)  # rows of `Costs.message_ms`
 

@@ -81,52 +81,24 @@ class Effect:
 
 
 class KindInfo(NamedTuple):
-    """What follows from the kind of an op alone.
+    """What follows from the kind of an op alone."""
 
-    Attributes
-    ----------
-    word
-        What it is called in sentences and legends.
-    needs
-        It runs after these of the same stage and micro-batch, of which there must be one: an op of the first kind, or
-        what is there instead of it. Of what runs once an iteration, after all of them.
-    missing
-        What is missing where none of these is there.
-    restored
-        It also runs after the last of these, if there are any.
-    across
-        It also runs after this op of another device.
-    completed
-        Kinds of which there must be one, too, wherever it is, and what is wrong otherwise.
-    stream
-        Where it runs.
-    ms
-        The fields of a stage that its time is the sum of; none if it takes no time, or that depends on a level.
-    effect
-        What it takes and frees.
-    in_parts
-        Whether there is one for each part of an activation.
-    once
-        Whether it runs once an iteration, written with micro-batch 0.
-    on_peer
-        Whether it stands in the program of the device's peer.
-    colour
-        Its colour in pictures; None for what takes no time.
-    """
-
-    word: str
+    word: str  # what it is called in sentences and legends
+    # It runs after these of the same stage and micro-batch, of which there must be one: the first kind or what is there
+    # instead of it. What runs once an iteration runs after all of them.
     needs: tuple[Kind, ...] = ()
-    missing: str = ""
-    restored: tuple[Kind, ...] = ()
-    across: Kind | None = None
+    missing: str = ""  # what is missing where none of these is there; by default what the first is called
+    restored: tuple[Kind, ...] = ()  # it also runs after the last of these, if there are any
+    across: Kind | None = None  # it also runs after this op of another device
+    # Kinds of which there must be one, too, wherever it is, and what is wrong otherwise.
     completed: tuple[tuple[tuple[Kind, ...], str], ...] = ()
-    stream: Stream = Stream.COMPUTE
-    ms: tuple[str, ...] = ()
-    effect: Effect = Effect()
-    in_parts: bool = False
-    once: bool = False
-    on_peer: bool = False
-    colour: str | None = None
+    stream: Stream = Stream.COMPUTE  # where it runs
+    ms: tuple[str, ...] = ()  # a stage's fields of which its time is the sum; none if it takes none, or by its level
+    effect: Effect = Effect()  # what it takes and frees
+    in_parts: bool = False  # whether there is one for each part of an activation
+    once: bool = False  # whether it runs once an iteration, written with micro-batch 0
+    on_peer: bool = False  # whether it stands in the program of the device's peer
+    colour: str | None = None  # in pictures; None for what takes no time
 
 
 F, B, W, BW, C, O, D, R, E, L, A, V, G, U, P = Kind
@@ -147,7 +119,6 @@ KINDS: dict[Kind, KindInfo] = {
     B: KindInfo(
         "input gradient",
         needs=(F,),
-        missing="forward",
         restored=(R, C, L),
         completed=(((W,), "a backward is split or fused"),),
         ms=("backward_input_ms",),
@@ -161,7 +132,6 @@ KINDS: dict[Kind, KindInfo] = {
     W: KindInfo(
         "weight gradient",
         needs=(B, BW),
-        missing="input gradient",
         completed=(((B,), "a backward is split or fused"),),
         ms=("backward_weight_ms",),
         effect=Effect(frees=lambda x: x.saved_for_weight),
@@ -170,7 +140,6 @@ KINDS: dict[Kind, KindInfo] = {
     BW: KindInfo(
         "backward",
         needs=(F,),
-        missing="forward",
         restored=(R, C, L),
         ms=("backward_input_ms", "backward_weight_ms"),
         effect=Effect(frees=lambda x: x.activation, frees_on_host=lambda x: x.hosted),
@@ -179,7 +148,6 @@ KINDS: dict[Kind, KindInfo] = {
     C: KindInfo(
         "recompute",
         needs=(F,),
-        missing="forward",
         restored=(R,),
         effect=Effect(takes=lambda x: x.activation - x.kept),
         colour="#8C8C8C",
@@ -187,7 +155,6 @@ KINDS: dict[Kind, KindInfo] = {
     O: KindInfo(
         "offload",
         needs=(F,),
-        missing="forward",
         completed=(((D,), _KEPT), ((R,), _LOST)),
         stream=Stream.OUT,
         ms=("offload_ms",),
@@ -206,7 +173,6 @@ KINDS: dict[Kind, KindInfo] = {
     R: KindInfo(
         "reload",
         needs=(D,),
-        missing="drop",
         completed=(((O,), _NOT_LEFT),),
         stream=Stream.IN,
         ms=("reload_ms",),
@@ -217,7 +183,6 @@ KINDS: dict[Kind, KindInfo] = {
     E: KindInfo(
         "evict",
         needs=(F,),
-        missing="forward",
         across=A,
         completed=(((D,), _KEPT), ((L,), _LOST), ((A,), "nothing makes room for it on the peer")),
         stream=Stream.PEER,
@@ -227,7 +192,6 @@ KINDS: dict[Kind, KindInfo] = {
     L: KindInfo(
         "load",
         needs=(D,),
-        missing="drop",
         completed=(((E,), _NOT_EVICTED),),
         stream=Stream.PEER,
         ms=("load_ms",),
@@ -243,7 +207,6 @@ KINDS: dict[Kind, KindInfo] = {
     V: KindInfo(  # lets that room go when the load has ended
         "vacate",
         needs=(L,),
-        missing="load",
         restored=(A,),
         completed=(((E,), _NOT_EVICTED),),
         effect=Effect(frees=lambda x: x.moved),
@@ -252,7 +215,6 @@ KINDS: dict[Kind, KindInfo] = {
     G: KindInfo(
         "gradients out",
         needs=(W, BW),
-        missing="weight gradient",
         completed=(((U,), _ON_HOST), ((P,), _ON_HOST)),
         stream=Stream.OUT,
         ms=("gradient_out_ms",),

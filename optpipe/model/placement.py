@@ -12,9 +12,19 @@ from pydantic import Field, model_validator
 
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
-from optpipe.model.figures import EachBytes, EachMs, Items, each_microbatch
 from optpipe.model.problem import Problem
-from optpipe.model.records import COMPUTE_MS, EVICTION, RECOMPUTE, UPDATE, Document, StageCosts
+from optpipe.model.records import (
+    COMPUTE_MS,
+    EVICTION,
+    RECOMPUTE,
+    UPDATE,
+    Document,
+    EachBytes,
+    EachMs,
+    Items,
+    StageCosts,
+    each_microbatch,
+)
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # the number of routes over the devices
@@ -55,19 +65,9 @@ class Placement(Document):
 
     @classmethod
     def balanced(cls, problem: Problem, chunks: int, shape: Shape = "looped") -> Self:
-        """The placement whose stages are as even as the layers allow.
+        """The placement of as many stages a device (bidirectional: a device and way), as even as the layers allow.
 
-        Parameters
-        ----------
-        chunks
-            Stages per device; of a bidirectional placement, per device and direction.
-        shape
-            The order in which the stages pass the devices.
-
-        Raises
-        ------
-        InputError
-            If there is no such placement, or there are too few layers.
+        Raises InputError if there is no such placement, or there are too few layers.
         """
         placement = cls.from_dict({"chunks": chunks, "shape": shape})
         if problem.layers is None:
@@ -110,7 +110,10 @@ class Placement(Document):
         else:
             cuts = (0, *accumulate(self._layers_of(problem, len(row))))
             costs = [together(problem.layers[a:b]) for a, b in pairwise(cuts)]
-        stages = [_on(problem, d, cost) for d, cost in zip(order, costs * ways, strict=True)]
+        stages = []
+        for d, cost in zip(order, costs * ways, strict=True):
+            lost = EVICTION if problem.devices[d].peer is None else ()  # without a peer it cannot evict
+            stages.append({"device": d, **{name: value for name, value in cost.items() if name not in lost}})
         routes: dict[str, Any] = {"routes": None, "microbatch_routes": None}
         if ways > 1:
             numbers = np.arange(len(order)).reshape(ways, -1).tolist()
@@ -139,12 +142,6 @@ def rechunk(problem: Problem, chunks: int, shape: Shape = "looped") -> Problem:
     Raises InputError if the problem has several routes or too few layers.
     """
     return Placement.balanced(problem, chunks, shape).apply(problem)
-
-
-def _on(problem: Problem, device: int, costs: dict[str, Any]) -> dict[str, Any]:
-    """A stage with these costs on a device. Without a peer it cannot evict."""
-    dropped = EVICTION if problem.devices[device].peer is None else ()
-    return {"device": device, **{name: value for name, value in costs.items() if name not in dropped}}
 
 
 def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:

@@ -6,15 +6,17 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
-from optpipe.files import read_file, write_file
+from optpipe.files import write_file
 from optpipe.model.costs import Costs
-from optpipe.model.figures import EachMs, Items
-from optpipe.model.records import Device, Document, Index, Message, Stage, StageCosts
+from optpipe.model.ops import Kind
+from optpipe.model.records import Device, Document, EachMs, Index, Items, Message, Stage, StageCosts
 
 MAX_MICROBATCHES, MAX_DEVICES, MAX_STAGES = 2**16, 4096, 4096
 MAX_FORWARDS = 2**22  # stages × micro-batches; with more no computation here would end
@@ -77,15 +79,10 @@ class Problem(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Problem:
-        for message in (
-            self._list_complaint(),
-            self._stage_complaint(),
-            self._message_complaint(),
-            self._route_complaint(),
-            self._size_complaint(),
+        for complaint in chain(
+            self._wrong_lists(), self._wrong_stages(), self._wrong_messages(), self._wrong_routes(), self._wrong_sizes()
         ):
-            if message:
-                raise ValueError(message)
+            raise ValueError(complaint)  # the first: later checks rely on earlier ones
         return self
 
     def _costs(self) -> Iterator[tuple[str, StageCosts]]:
@@ -93,7 +90,16 @@ class Problem(Document):
         for name, records in (("stages", self.stages), ("layers", self.layers or ())):
             yield from ((f"{name}[{i}]", costs) for i, costs in enumerate(records))
 
-    def _stage_complaint(self) -> str | None:
+    def _wrong_lists(self) -> Iterator[str]:
+        lists: list[tuple[str, Any]] = [("p2p_ms", self.p2p_ms)]
+        lists += [(f"messages[{i}].ms", message.ms) for i, message in enumerate(self.messages or ())]
+        lists += [(f"{name}.{field}", figures) for name, costs in self._costs() for field, figures in costs.lists()]
+        for name, figures in lists:
+            if isinstance(figures, tuple) and len(figures) != self.microbatches:
+                each = f"one for each of the {self.microbatches} microbatches"
+                yield f"{name} has {len(figures)} entries: one number, or {each}"
+
+    def _wrong_stages(self) -> Iterator[str]:
         named = [(f"devices[{d}].peer", device.peer) for d, device in enumerate(self.devices)]
         named += [(f"stages[{s}].device", stage.device) for s, stage in enumerate(self.stages)]
         named += [
@@ -103,97 +109,70 @@ class Problem(Document):
         ]
         for name, number in named:
             if number is not None and number >= len(self.devices):
-                return f"{name} = {number}: there are {len(self.devices)} devices, numbered from 0"
+                yield f"{name} = {number}: there are {len(self.devices)} devices, numbered from 0"
         for d, device in enumerate(self.devices):
             if device.peer == d:
-                return f"devices[{d}].peer = {d}: a device evicts to another one"
+                yield f"devices[{d}].peer = {d}: a device evicts to another one"
         for name, costs in self._costs():
             if complaint := costs.complaint():
-                return f"{name}.{complaint}"
+                yield f"{name}.{complaint}"
         for s, stage in enumerate(self.stages):
             if stage.can_evict and self.devices[stage.device].peer is None:
-                return f"stages[{s}].evict_ms = {stage.evict_ms}: its device {stage.device} needs a peer to evict to"
-        return None
+                yield f"stages[{s}].evict_ms = {stage.evict_ms}: its device {stage.device} needs a peer to evict to"
 
-    def _message_complaint(self) -> str | None:
+    def _wrong_messages(self) -> Iterator[str]:
         pairs = set()
         for i, message in enumerate(self.messages or ()):
             pair = message.sender, message.receiver
             if message.sender == message.receiver:
-                return f"messages[{i}].receiver = {message.receiver}: a message goes to another device"
+                yield f"messages[{i}].receiver = {message.receiver}: a message goes to another device"
             if pair in pairs:
-                return f"messages[{i}]: messages from device {pair[0]} to device {pair[1]} stand there twice"
+                yield f"messages[{i}]: messages from device {pair[0]} to device {pair[1]} stand there twice"
             pairs.add(pair)
-        return None
 
-    def _list_complaint(self) -> str | None:
-        """A list that has not one number for each micro-batch."""
-        lists: list[tuple[str, Any]] = [("p2p_ms", self.p2p_ms)]
-        lists += [(f"messages[{i}].ms", message.ms) for i, message in enumerate(self.messages or ())]
-        lists += [(f"{name}.{field}", figures) for name, costs in self._costs() for field, figures in costs.lists()]
-        for name, figures in lists:
-            if isinstance(figures, tuple) and len(figures) != self.microbatches:
-                return (
-                    f"{name} has {len(figures)} entries: one number, or one for each of the {self.microbatches} "
-                    "microbatches"
-                )
-        return None
-
-    def _route_complaint(self) -> str | None:
-        for r, route in enumerate(self.all_routes):
+    def _wrong_routes(self) -> Iterator[str]:
+        routes, chosen = self.all_routes, self.microbatch_routes
+        for r, route in enumerate(routes):
             if not route:
-                return f"routes[{r}] is empty: a micro-batch passes at least one stage"
+                yield f"routes[{r}] is empty: a micro-batch passes at least one stage"
             for k, s in enumerate(route):
                 if s >= len(self.stages):
-                    return f"routes[{r}][{k}] = {s}: there are {len(self.stages)} stages, numbered from 0"
+                    yield f"routes[{r}][{k}] = {s}: there are {len(self.stages)} stages, numbered from 0"
             if len(set(route)) < len(route):
                 k = next(k for k, s in enumerate(route) if s in route[:k])
-                return f"routes[{r}][{k}] = {route[k]}: a route passes a stage once"
-        on_a_route = {s for route in self.all_routes for s in route}
-        for s in range(len(self.stages)):
-            if s not in on_a_route:
-                return f"stages[{s}] is on no route: each stage is on at least one"
-        chosen = self.microbatch_routes
+                yield f"routes[{r}][{k}] = {route[k]}: a route passes a stage once"
+        for s in sorted(set(range(len(self.stages))).difference(*routes)):
+            yield f"stages[{s}] is on no route: each stage is on at least one"
         if chosen is None:
-            if len(self.all_routes) > 1:
-                return (
-                    f"microbatch_routes is missing: with {len(self.all_routes)} routes it says which one "
-                    "each micro-batch takes"
-                )
-            return None
+            if len(routes) > 1:
+                each = "which one each micro-batch takes"
+                yield f"microbatch_routes is missing: with {len(routes)} routes it says {each}"
+            return
         if len(chosen) != self.microbatches:
-            return f"microbatch_routes has {len(chosen)} entries: there are {self.microbatches} microbatches"
+            yield f"microbatch_routes has {len(chosen)} entries: there are {self.microbatches} microbatches"
         for j, r in enumerate(chosen):
-            if r >= len(self.all_routes):
-                return f"microbatch_routes[{j}] = {r}: there are {len(self.all_routes)} routes, numbered from 0"
-        return None
+            if r >= len(routes):
+                yield f"microbatch_routes[{j}] = {r}: there are {len(routes)} routes, numbered from 0"
 
-    def _size_complaint(self) -> str | None:
-        if len(self.stages) * self.microbatches > MAX_FORWARDS:
-            return (
-                f"microbatches = {self.microbatches}: times {len(self.stages)} stages, at most {MAX_FORWARDS} "
-                "forward passes"
-            )
+    def _wrong_sizes(self) -> Iterator[str]:
+        forwards = len(self.stages) * self.microbatches
+        if forwards > MAX_FORWARDS:
+            most = f"at most {MAX_FORWARDS} forward passes"
+            yield f"microbatches = {self.microbatches}: times {len(self.stages)} stages, {most}"
+        of_all = f"{len(self.stages)} stages and {self.microbatches} microbatches"
         parts = max(stage.offload_parts for stage in self.stages)
-        if len(self.stages) * self.microbatches * parts > MAX_PARTS:
-            return (
-                f"offload_parts = {parts}: times {len(self.stages)} stages and {self.microbatches} "
-                f"microbatches, at most {MAX_PARTS} parts"
-            )
+        if forwards * parts > MAX_PARTS:
+            yield f"offload_parts = {parts}: times {of_all}, at most {MAX_PARTS} parts"
         levels = max(len(stage.all_levels) for stage in self.stages)
-        if len(self.stages) * self.microbatches * levels > MAX_FORWARDS:
-            return (
-                f"levels: {levels} of a stage, times {len(self.stages)} stages and {self.microbatches} microbatches, "
-                f"at most {MAX_FORWARDS}"
-            )
+        if forwards * levels > MAX_FORWARDS:
+            yield f"levels: {levels} of a stage, times {of_all}, at most {MAX_FORWARDS}"
         total = sum(
             sum(figure) if isinstance(figure, tuple) else figure * self.microbatches
             for stage in self.stages
             for figure in (stage.activation_bytes, stage.saved_for_weight_bytes)
         )
         if total >= 2**62:
-            return f"stages: {total} bytes of activations over all micro-batches, more than can be counted (2^62)"
-        return None
+            yield f"stages: {total} bytes of activations over all micro-batches, more than can be counted (2^62)"
 
     @property
     def all_routes(self) -> tuple[tuple[int, ...], ...]:
@@ -216,9 +195,7 @@ class Problem(Document):
         largest = self.costs.activation.max(axis=1)
         whole = [int(largest[self.stages_on(d)].sum()) for d in range(len(self.devices))]
         budgets = [{"activation_budget_bytes": int(activations * nbytes)} for nbytes in whole]
-        return self.replace(
-            devices=[device.model_copy(update=budget) for device, budget in zip(self.devices, budgets, strict=True)]
-        )
+        return self.replace(devices=[each.model_copy(update=b) for each, b in zip(self.devices, budgets, strict=True)])
 
     def entering(self, order: Sequence[int]) -> Problem:
         """The problem with some of its micro-batches, or all in another order: number k is the one that is `order[k]`
@@ -248,11 +225,11 @@ class Problem(Document):
     @cached_property
     def shared_links(self) -> dict[str, tuple[int, ...]]:
         """The links that several devices share, with those devices."""
-        members: dict[str, tuple[int, ...]] = {}
+        members: dict[str, list[int]] = {}
         for d, device in enumerate(self.devices):
             if device.link is not None:
-                members[device.link] = (*members.get(device.link, ()), d)
-        return {link: devices for link, devices in members.items() if len(devices) > 1}
+                members.setdefault(device.link, []).append(d)
+        return {link: tuple(devices) for link, devices in members.items() if len(devices) > 1}
 
     def __copy__(self) -> Problem:
         """A copy without the cached arrays and hash: `model_copy(update=...)` changes its fields afterwards."""
@@ -282,11 +259,43 @@ class Problem(Document):
         content = {key: value for key, value in self.to_dict().items() if key != "name"}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
-    @classmethod
-    def load(cls, path: str | Path) -> Problem:
-        """Reads a problem file. Raises InputError if it cannot be read or a field is wrong."""
-        return cls.from_json(read_file(path), str(path))
-
     def save(self, path: str | Path) -> None:
         """Writes a problem file, whole or not at all. Raises InputError if it cannot be written."""
         write_file(path, self.to_json() + "\n")
+
+
+def offload_ratio(problem: Problem) -> list[float | None]:
+    """k of each stage: the round trip of its activation over the time of its F, B and W (PipeOffload, Wan et al. 2025,
+    section 1). If k is at most 1, the activation can leave and come back while the device computes.
+
+    None if the stage cannot offload; infinity if its transfers take time and its compute takes none. Of different
+    micro-batches all count together. Waiting for other devices on a shared link is not counted.
+    """
+    costs = problem.costs
+    work_ms = costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=(0, 2)) / problem.microbatches
+    away_ms = costs.ms[[Kind.O, Kind.R]].sum(axis=(0, 2)) * costs.parts / problem.microbatches
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(away_ms > 0, away_ms / work_ms, 0.0).tolist()
+    return [ratio if possible else None for ratio, possible in zip(ratios, costs.can_offload.tolist(), strict=True)]
+
+
+def estimated_offload_ratio(hidden: float, sequence: float, flops: float, bytes_per_s: float) -> float:
+    """k of a transformer layer before there is any measurement (Eq. 1): 10 / (3(6h + s)) · Bc / Bo.
+
+    Of an activation 20·b·s·h bytes are offloaded; what is cheap to compute again is not. There and back they take
+    40·b·s·h / Bo, and F, B and W take 12·b·s·h(6h + s) / Bc.
+
+    The paper says that k ≤ 1 beyond a hidden size of 8k or a sequence of 16k. The second half is loose: with its
+    220 TFLOP/s and 15 GB/s k is 0.974 at hidden 8192 and sequence 1024, but 1.194 at hidden 4096 and sequence 16384,
+    where it takes a sequence of 24,313.
+
+    Parameters
+    ----------
+    hidden, sequence
+        The layer's sizes h and s.
+    flops
+        Bc, the computing speed reached, in operations per second.
+    bytes_per_s
+        Bo, the link's bandwidth with both directions busy.
+    """
+    return 10 / (3 * (6 * hidden + sequence)) * flops / bytes_per_s

@@ -1,16 +1,34 @@
-"""The records of a problem file: devices, stages and layers, and the types of their fields."""
+"""The records of a problem file: devices, stages and layers, with figures that are one number for all micro-batches, or
+one for each."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from optpipe.errors import input_error
-from optpipe.model.figures import Bytes, EachBytes, EachMs, Items, Ms, each_microbatch, of_microbatch
+from optpipe.errors import A_LIST, A_NUMBER, InputError, input_error
+from optpipe.files import read_file
 
+MOST_MS = 1e12
+Ms = Annotated[float, Field(strict=True, ge=0, le=MOST_MS, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+T = TypeVar("T")
+Number = TypeVar("Number", int, float)
+# Only the first wrong item is reported: a hostile file has many.
+Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
+
+
+def _form(value: Any) -> str:
+    return A_LIST if isinstance(value, list | tuple) else A_NUMBER
+
+
+# One for all micro-batches, or a list with one for each.
+EachMs = Annotated[Annotated[Ms, Tag(A_NUMBER)] | Annotated[Items[Ms], Tag(A_LIST)], Discriminator(_form)]
+EachBytes = Annotated[Annotated[Bytes, Tag(A_NUMBER)] | Annotated[Items[Bytes], Tag(A_LIST)], Discriminator(_form)]
 MOST_PARTS, MOST_LEVELS = 64, 8  # of a stage
 TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: any number
 Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
@@ -19,6 +37,27 @@ COMPUTE_MS = ("forward_ms", "backward_input_ms", "backward_weight_ms")  # the ti
 # Fields that a stage has all of or none of.
 OFFLOAD, RECOMPUTE = ("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes")
 EVICTION, UPDATE = ("evict_ms", "load_ms", "evict_bytes"), ("gradient_out_ms", "update_ms", "parameters_in_ms")
+
+
+def of_microbatch(figure: Number | tuple[Number, ...], microbatch: int) -> Number:
+    """The figure of one micro-batch."""
+    return figure[microbatch] if isinstance(figure, tuple) else figure
+
+
+def each_microbatch(combine: Callable[..., Any], *figures: Any) -> Any:
+    """Figures combined for each micro-batch: one number if each of them is one, else a tuple."""
+    lengths = [len(figure) for figure in figures if isinstance(figure, tuple)]
+    if not lengths:
+        return combine(*figures)
+    return tuple(combine(*(of_microbatch(figure, j) for figure in figures)) for j in range(max(lengths)))
+
+
+def one_for_all(figure: Number | tuple[Number, ...]) -> Number:
+    """The figure where all micro-batches have the same one. Raises InputError where they differ."""
+    numbers = set(figure if isinstance(figure, tuple) else (figure,))
+    if len(numbers) > 1:
+        raise InputError("micro-batches differ here: a problem with one number for each figure was expected")
+    return numbers.pop()
 
 
 class Record(BaseModel):
@@ -39,6 +78,11 @@ class Document(Record):
             return cls.model_validate(content)
         except ValidationError as error:
             raise input_error(error, what or cls.WHAT, cls) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a file. Raises InputError if it cannot be read or is not of this format."""
+        return cls.from_json(read_file(path), str(path))
 
     @classmethod
     def from_json(cls, text: str | bytes, what: str | None = None) -> Self:
@@ -256,16 +300,13 @@ def _first_larger(name: str, value: Any, whole_name: str, whole: Any) -> str | N
     """The complaint about the first micro-batch of which more bytes leave or stay than there are."""
     if value is None:
         return None
-    for j, larger in enumerate(_as_tuple(each_microbatch(operator.gt, value, whole))):
-        if larger:
+    larger = each_microbatch(operator.gt, value, whole)
+    for j, is_larger in enumerate(larger if isinstance(larger, tuple) else (larger,)):
+        if is_larger:
             index, of_whole = (f"[{j}]" * isinstance(figure, tuple) for figure in (value, whole))
             given, most = of_microbatch(value, j), of_microbatch(whole, j)
             return f"{name}{index} = {given}: must be at most {whole_name}{of_whole} = {most}"
     return None
-
-
-def _as_tuple(figure: Any) -> tuple[Any, ...]:
-    return figure if isinstance(figure, tuple) else (figure,)
 
 
 class Stage(StageCosts):

@@ -8,8 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from optpipe.model.arrays import NONE, Floats, Ints
-from optpipe.model.figures import MOST_MS, Items, Ms
-from optpipe.model.records import MOST_LEVELS, MOST_PARTS, Index, Record
+from optpipe.model.records import MOST_LEVELS, MOST_MS, MOST_PARTS, Index, Items, Ms, Record
 
 Count = Annotated[int, Field(strict=True, ge=-1, le=2**20)]
 LevelOrNone = Annotated[int, Field(strict=True, ge=NONE, lt=MOST_LEVELS)]
@@ -17,35 +16,15 @@ Parts = Annotated[int, Field(strict=True, ge=0, le=MOST_PARTS)]
 
 
 class Rules(NamedTuple):
-    """What distinguishes one run of the list scheduler from another.
+    """What distinguishes one run of the list scheduler from another. In rows of (S, m) micro-batches stand in the order
+    in which they enter."""
 
-    In rows of (S, m) micro-batches stand in the order in which they enter.
-
-    Attributes
-    ----------
-    in_flight
-        (S,) the most micro-batches between the start of their F and that of their B at each stage.
-    wait_ms
-        (2, S) how long a device waits for the F, the B of each stage rather than start another op that is ready, of
-        lower priority.
-    level
-        (S, m) the level by which each activation is recomputed; `NONE` if by none.
-    parts
-        (S, m) how many parts of each activation are offloaded if there is time for that; of a recomputed one, how many
-        parts of its checkpoint.
-    lead_ms
-        (S,) how long before its backward is expected an activation begins to come back or to be recomputed; a
-        checkpoint: before its recompute.
-    order
-        (m,) the micro-batches in the order in which they enter; each stage runs each kind of op in it.
-    """
-
-    in_flight: Ints
-    wait_ms: Floats
-    level: Ints
-    parts: Ints
-    lead_ms: Floats
-    order: Ints
+    in_flight: Ints  # (S,) the most micro-batches between the start of their F and that of their B at each stage
+    wait_ms: Floats  # (2, S) how long a device waits for the F, the B of each stage rather than start a lower op
+    level: Ints  # (S, m) the level by which each activation is recomputed; `NONE` if by none
+    parts: Ints  # (S, m) how many parts of each activation, or of its checkpoint, are offloaded if there is time
+    lead_ms: Floats  # (S,) how long before its backward an activation begins to come back or to be recomputed
+    order: Ints  # (m,) the micro-batches in the order in which they enter; each stage runs each kind of op in it
 
     def copy(self) -> Rules:
         return Rules._make(array.copy() for array in self)
@@ -64,10 +43,9 @@ class RulesRecord(Record):
     @model_validator(mode="after")
     def _of_one_shape(self) -> Self:
         stages, microbatches = len(self.in_flight), len(self.order)
-        rows = (*self.wait_ms, self.level, self.parts, self.lead_ms)
-        if any(len(row) != stages for row in rows) or {len(row) for row in (*self.level, *self.parts)} != {
-            microbatches
-        }:
+        columns = {len(each) for each in (*self.wait_ms, self.level, self.parts, self.lead_ms)}
+        rows = {len(row) for row in (*self.level, *self.parts)}
+        if (columns, rows) != ({stages}, {microbatches}):
             raise ValueError(
                 f"level, parts: {stages} rows of {microbatches} were expected, as in_flight and order have"
             )

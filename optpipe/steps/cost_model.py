@@ -17,15 +17,14 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from optpipe.errors import InputError, did_you_mean, shown
-from optpipe.files import read_file, write_file
+from optpipe.files import write_file
 from optpipe.model.arrays import Floats
-from optpipe.model.figures import Items, each_microbatch
 from optpipe.model.problem import Problem
-from optpipe.model.records import COMPUTE_MS, Document, Name, Record, StageCosts
+from optpipe.model.records import COMPUTE_MS, Document, Items, Name, Record, StageCosts, each_microbatch
 from optpipe.model.rules import Rules, RulesRecord
 
 WINDOW = 512  # micro-batches that a model remembers
-LATEST = 128  # of them whose errors are told
+LATEST = 128  # of them whose errors it remembers
 ROUNDS, SWEEPS = 12, 200  # of reweighting; most changes of which coefficients are positive, in each
 HUBER = 1.345  # standard deviations beyond which a residual counts linearly: 95 % efficient with normal errors
 MOST_ERROR = 1e6  # where nothing was measured and something predicted
@@ -84,10 +83,9 @@ class _File(Document):
                 raise ValueError(f"inputs[{n}] has {len(row)} entries: there are {len(self.features)} features")
         for name, tables in (("outputs", self.outputs), ("errors", self.errors)):
             for n, table in enumerate(tables):
-                if len(table) != self.stages or any(len(row) != len(self.figures) for row in table):
-                    raise ValueError(
-                        f"{name}[{n}]: {self.stages} stages with {len(self.figures)} figures were expected"
-                    )
+                if len(table) != self.stages or {len(row) for row in table} != {len(self.figures)}:
+                    shape = f"{self.stages} stages with {len(self.figures)} figures"
+                    raise ValueError(f"{name}[{n}]: {shape} were expected")
         return self
 
 
@@ -111,10 +109,7 @@ class CostModel:
     """
 
     def __init__(
-        self,
-        features: Sequence[str],
-        stages: int,
-        figures: Sequence[str] = (*COMPUTE_MS, "activation_bytes"),
+        self, features: Sequence[str], stages: int, figures: Sequence[str] = (*COMPUTE_MS, "activation_bytes")
     ) -> None:
         for name in figures:
             if name not in LEARNT:
@@ -167,7 +162,7 @@ class CostModel:
         self.__dict__.pop("_worst", None)
 
     def errors(self) -> list[dict[str, float]] | None:
-        """By stage, of each figure: the median relative error of the last predictions, each made before its micro-batch
+        """By stage, of each figure: the median relative error of the last predictions, each from before its micro-batch
         was learnt. None before there is one."""
         if not len(self._errors):
             return None
@@ -235,7 +230,7 @@ class CostModel:
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
         """Reads a file of `save`. Raises InputError if it cannot be read or a field is wrong."""
-        file = _File.from_json(read_file(path), str(path))
+        file = _File.load(path)
         model = cls(file.features, file.stages, file.figures)
         shape = -1, file.stages, len(file.figures)
         model._inputs = np.array(file.inputs, dtype=np.float64).reshape(-1, len(file.features))

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from optpipe.dispatch.descents import Step, compile_descents, descents
+from optpipe.dispatch.descents import (
+    SearchProgress,
+    StageRelief,
+    compile_descents,
+    descents,
+    moved_rules,
+    rules_of_schedule,
+    whole_reliefs,
+)
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import StageRelief, moved_rules, rules_of_schedule, whole_reliefs
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
@@ -21,13 +28,11 @@ from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules
 from optpipe.process.background import be_a_nicer_thread
 from optpipe.schedule import Schedule, check
-from optpipe.steps.assign import assign
+from optpipe.steps.assign import assign, require_room
 from optpipe.steps.cost_model import CostModel, StepRules
-from optpipe.steps.memory import require_room
 
 METHOD = "step"
-# Rules that are tried for a first answer: so many, and more where a try simulates few ops.
-FIRST_TRIES, FIRST_OPS = 1200, 15_000
+FIRST_TRIES, FIRST_OPS = 1200, 15_000  # rules tried for a first answer; ops of further tries, where each has few
 RACE_SHARE = 0.8  # of them for a race of the best first rules
 LONGEST_SEARCH_S = 60.0  # after that a search that nobody has ended ends by itself
 
@@ -47,7 +52,7 @@ class PlannedStep:
         self.problem = problem
         require_room(problem)
         self._simulator = Simulator(problem)
-        self._best: Step | None = None
+        self._best: SearchProgress | None = None
         self._answer: Schedule | None = None
         self._over = threading.Event()
         tries = FIRST_TRIES + FIRST_OPS // self._simulator.ops
@@ -80,18 +85,21 @@ class PlannedStep:
         return self._answer
 
     def _one_by_one(self) -> Schedule:
-        """A schedule with one micro-batch at a time, where no rules that share memory lead to one."""
-        for rules in _one_at_a_time(self._simulator):
-            schedule = self._simulator.schedule(rules, METHOD)
+        """A schedule with one micro-batch at a time, where no rules that share memory lead to one: all stays, or what
+        can leave does."""
+        simulator, m = self._simulator, self.problem.microbatches
+        in_flight, wait_ms = np.ones(simulator.stages, dtype=np.int64), np.zeros((2, simulator.stages))
+        for relief in (StageRelief.none(simulator.stages), *whole_reliefs(simulator.choices)):
+            rules = Rules(in_flight, wait_ms, *relief.of_each(m), simulator.choices.carry_ms, np.arange(m))
+            schedule = simulator.schedule(rules, METHOD)
             if schedule is not None and not check(self.problem, schedule):
                 return schedule
         raise ScheduleError(
-            f"no order is known in which the {self.problem.microbatches} micro-batches of this step fit the activation "
-            "budgets and host memory"
+            f"no order is known in which the {m} micro-batches of this step fit the activation budgets and host memory"
         )
 
     def _search(self, most_tries: int) -> None:
-        """Simulate about so many rules, unless the search is over."""
+        """Simulate about this many rules, unless the search is over."""
         tries = 0
         while tries < most_tries and (step := next(self._steps, None)):
             is_better = self._best is None or shorter(step.ms, self._best.ms)
@@ -143,10 +151,7 @@ class StepScheduler:
         assign(self.template, 1)
 
     def plan(
-        self,
-        step: Problem | Sequence[Mapping[str, float]],
-        improve: bool = True,
-        starts: Sequence[StepRules] = (),
+        self, step: Problem | Sequence[Mapping[str, float]], improve: bool = True, starts: Sequence[StepRules] = ()
     ) -> PlannedStep:
         """A first schedule of a step; a thread then looks for shorter ones.
 
@@ -176,11 +181,3 @@ class StepScheduler:
         if [stage.device for stage in step.stages] != devices or step.all_routes != self.template.all_routes:
             raise InputError("stages: a step has the stages of its template, on the same devices")
         return PlannedStep(step, improve, starts)
-
-
-def _one_at_a_time(simulator: Simulator) -> Iterator[Rules]:
-    """Yields rules with one micro-batch in flight: all stays, or what can leave does."""
-    choices, m, stages = simulator.choices, simulator.problem.microbatches, simulator.stages
-    for relief in (StageRelief.none(stages), *whole_reliefs(choices)):
-        waits = np.zeros((2, stages))
-        yield Rules(np.ones(stages, dtype=np.int64), waits, *relief.of_each(m), choices.carry_ms, np.arange(m))

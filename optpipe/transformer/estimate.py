@@ -9,10 +9,9 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from optpipe.errors import InputError
-from optpipe.model.figures import one_for_all
 from optpipe.model.placement import Placement, together
 from optpipe.model.problem import Problem
-from optpipe.model.records import COMPUTE_MS, Device, Stage, StageCosts
+from optpipe.model.records import COMPUTE_MS, Device, Stage, StageCosts, one_for_all
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.pieces import all_pieces
 from optpipe.transformer.records import Parallelism, Run, Transformer

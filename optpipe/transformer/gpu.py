@@ -7,8 +7,7 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from optpipe.model.figures import Bytes, Items
-from optpipe.model.records import Document
+from optpipe.model.records import Bytes, Document, Items
 from optpipe.transformer.records import Degree, Precision, Text
 
 Speed = Annotated[float, Field(gt=0, le=1e21)]

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from optpipe.model.figures import Bytes, Items
 from optpipe.model.placement import MOST_CHUNKS
-from optpipe.model.records import Document, Record
+from optpipe.model.records import Bytes, Document, Items, Record
 
 Size = Annotated[int, Field(strict=True, ge=1, le=2**30)]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**20)]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from math import inf
 
-from optpipe.dispatch.descents import compile_descents, descents
+from optpipe.dispatch.descents import compile_descents, descents, rules_of_schedule
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import rules_of_schedule
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.model.problem import Problem

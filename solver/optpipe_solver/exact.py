@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from optpipe.model.figures import EachMs, each_microbatch
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
+from optpipe.model.records import EachMs, each_microbatch
 
 COMPUTE_MS = ("forward_ms", "backward_input_ms", "backward_weight_ms", "recompute_ms")
 TRANSFER_MS = ("offload_ms", "reload_ms")  # of all parts together

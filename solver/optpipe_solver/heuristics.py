@@ -15,16 +15,16 @@ from typing import Protocol
 
 import numpy as np
 
-from optpipe.dispatch.descents import Step, descents
+from optpipe.dispatch.descents import SearchProgress, descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
 from optpipe.lift import TOLERANCE_MS
 from optpipe.model.arrays import Table
-from optpipe.model.figures import each_microbatch
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, Program
+from optpipe.model.records import each_microbatch
 from optpipe.schedule import Schedule, certify, check
 from optpipe_solver import systems, tuning
 from optpipe_solver.bounds.least_memory import Relief, reliefs
@@ -89,7 +89,7 @@ def ada_offload(problem: Problem, objective: Objective, clock: Clock = UNLIMITED
         yield one_at_a_time(problem, method)
 
 
-def _steps(problem: Problem, objective: Objective) -> Iterator[tuple[Simulator, Step]]:
+def _steps(problem: Problem, objective: Objective) -> Iterator[tuple[Simulator, SearchProgress]]:
     """Search in rules; where ops may run in pairs, or BW needs less memory, also with fused backwards, in turn."""
     problems = [problem]
     if problem.overlap_factor is not None or needs_fused(problem).any():  # B does what B and W do: more to pair with

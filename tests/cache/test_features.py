@@ -13,7 +13,7 @@ from support.problems.chain import chain, gpipe
 from support.problems.strategies import problems
 
 from optpipe import Problem
-from optpipe.model.figures import each_microbatch
+from optpipe.model.records import each_microbatch
 from optpipe_cache import Cache, distance, features, lookup, structure
 from optpipe_cache.features import REACH
 

@@ -15,7 +15,6 @@ import httpx
 import pytest
 from support.commands import Run
 from support.oracles import clock
-from support.oracles.timed_programs import op_ms
 from support.service import client_at, running, settings_in
 
 from optpipe import Problem, Schedule, ScheduleFile, certify, check, simulate
@@ -68,7 +67,7 @@ def length_ms(schedule: Schedule) -> float:
     problem = schedule.problem
 
     def duration(op: Any) -> float:
-        return op_ms(problem.stages[op.stage].of_microbatch(op.microbatch), op.kind, None)
+        return clock.op_ms(problem.stages[op.stage].of_microbatch(op.microbatch), op.kind, None)
 
     return clock.run(problem, schedule, duration, lambda op: clock.nominal_message_ms(problem, op)).makespan
 

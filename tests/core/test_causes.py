@@ -9,7 +9,7 @@ from support.problems.strategies import AMPLE, problems_with_schedules
 
 from optpipe import Schedule
 from optpipe.evaluate.causes import Cause, Causes, Hindrance
-from optpipe.evaluate.memory import held_during
+from optpipe.evaluate.effects import held_during
 from optpipe.model.arrays import NONE
 from optpipe.model.ops import COMPUTE
 
@@ -63,7 +63,7 @@ def test_what_stood_ready_holds_what_the_certificate_of_the_moved_op_says(pair):
     ):
         place, own = int(causes.gaps.place[gap]), rows.of_device(int(rows.device[row]))
         order = np.r_[own.start : place, row, place:row, row + 1 : own.stop]
-        during = held_during(effects.takes[order], effects.frees[order])
+        during = held_during(effects.takes[order], effects.frees[order], np.array([0, len(order)]))
         assert held == during[place - own.start : row - own.start + 1].max()
         assert causes.gaps.begin_ms[gap] <= since < causes.gaps.end_ms[gap]
 

@@ -6,8 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from optpipe.evaluate import jit
+from optpipe.evaluate.jit import ENOUGH, LazyJit
 
 CALLER = """
 from optpipe.evaluate.jit import compiled, compiled_part, waits_for_compiler
@@ -84,3 +88,36 @@ def test_nobody_waits_for_a_compiler_who_looks_a_schedule_up(tmp_path: Path) -> 
 
 def test_numba_may_be_switched_off(folder: Path) -> None:
     assert run(folder, NUMBA_DISABLE_JIT="1") == [3, -1, 0, 0]
+
+
+def test_without_numba_a_loop_runs_as_plain_python(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    loop = LazyJit(lambda x: x + 1)
+    assert [loop(10**9, x) for x in (1, 2)] == [2, 3]
+
+
+def test_a_loop_is_compiled_even_where_no_cache_can_be_written():
+    here: dict[str, Any] = {}
+    # A function without a file: numba finds no folder for its cache.
+    exec("def twice(number):\n    return 2 * number", here)
+    loop = LazyJit(here["twice"])
+    assert loop(ENOUGH + 1, 21) == 42
+    assert loop._compiled not in (None, here["twice"])
+
+
+def test_threads_that_call_a_loop_together_compile_no_compiled_one(monkeypatch):
+    """Another thread may come between any two stores: here a call follows each of them."""
+
+    class Interrupted(LazyJit):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name != "_work" and "_work" in self.__dict__:
+                assert self(0, 1) == 2
+
+    def plain(x):
+        return x + 1
+
+    given_to_numba = []
+    monkeypatch.setattr(jit, "compiled", lambda function: given_to_numba.append(function) or (lambda x: x + 1))
+    assert Interrupted(plain)(ENOUGH + 1, 1) == 2
+    assert given_to_numba == [plain]

@@ -1,4 +1,6 @@
-"""The certificate: by hand, and against an independent clock under any jitter."""
+"""The one memory rule, and the certificate: by hand, and against an independent clock under any jitter."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,13 +10,14 @@ from support.oracles import clock
 from support.problems import pipeline, stage
 from support.problems.strategies import problems_with_schedules
 
-from optpipe import Problem, Schedule, certify, check
+from optpipe import Kind, Problem, Schedule, certify, check
+from optpipe.evaluate.effects import TABLE, Effects, Holding
+from optpipe.show.lanes import memory_over_time
 
 
 @given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))
 @settings(max_examples=examples(150))
 def test_no_jitter_leads_to_more_bytes_than_certified(pair, random):
-    """150 schedules, each run 20 times with random durations of every op and delays of every message."""
     problem, schedule = pair
     certificate = certify(problem, schedule)
     for _ in range(20):
@@ -24,16 +27,6 @@ def test_no_jitter_leads_to_more_bytes_than_certified(pair, random):
         for d in range(len(problem.devices)):
             assert seen.peak(seen.device_events[d]) <= certificate.device[d].bytes
             assert seen.peak(seen.host_events[d]) <= certificate.host[d].bytes
-
-
-@given(problems_with_schedules(beyond=True))
-def test_the_peak_is_exact(pair):
-    """With equal durations and no delays the clock reaches the device peaks that the prefix scan finds."""
-    problem, schedule = pair
-    seen = clock.run(problem, schedule, lambda op: 1.0, lambda op: 0.0)
-    certificate = certify(problem, schedule)
-    for d in range(len(problem.devices)):
-        assert seen.peak(seen.device_events[d]) == certificate.device[d].bytes
 
 
 def one_device(memory: int, host: int | None = None, **more: object) -> Problem:
@@ -70,13 +63,15 @@ def test_by_hand(more, program, peak, at):
 
 
 @given(problems_with_schedules(beyond=True))
-def test_bytes_op_by_op_are_those_of_the_certificate(pair):
-    """What is held during an op peaks where the certificate does; nothing is held at the end."""
+def test_the_peak_is_exact(pair):
+    """With equal durations and no delays the clock reaches the peak that the prefix scan finds; bytes op by op have it,
+    too, and nothing is held at the end."""
     problem, schedule = pair
+    seen = clock.run(problem, schedule, lambda op: 1.0, lambda op: 0.0)
     rows, held = schedule.compiled.rows, schedule.compiled.held
     for d, peak in enumerate(certify(problem, schedule).device):
         during, after = held.during[rows.device == d], held.after[rows.device == d]
-        assert max(during, default=0) == peak.bytes
+        assert seen.peak(seen.device_events[d]) == max(during, default=0) == peak.bytes
         assert len(during) == len(after) == len(schedule.programs[d])
         assert (after <= during).all()
         assert len(after) == 0 or after[-1] == 0
@@ -101,3 +96,44 @@ def test_host_memory_is_held_until_the_backward():
     enough, less = one_device(100, host=16, **OFFLOAD), one_device(100, host=15, **OFFLOAD)
     assert check(enough, Schedule.parse(enough, program)) == []
     assert check(less, Schedule.parse(less, program)) == ["device 0 needs 16 B of host memory during 0O1 and has 15 B"]
+
+
+ONE = pipeline(1, 1, 100, stage(recompute=(1, 3), offload=(1, 1, 5), offload_parts=2))
+
+
+def test_every_kind_has_its_rule():
+    assert set(TABLE) == set(Kind)
+
+
+def test_parts_add_up_and_transfers_move_them():
+    assert Effects(ONE).parts.tolist() == [[[2, 3]]]
+    compiled = Schedule.parse(ONE, [["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]]).compiled
+    assert compiled.effects.takes_on_host.tolist()[1:3] == Effects(ONE).parts[0, 0].tolist()
+
+
+def test_levels_say_what_an_activation_holds_op_by_op():
+    effects = Effects(ONE)
+    assert effects.holdings(0, 0, Kind.F, Kind.B, Kind.W) == [
+        Holding(Kind.F, False, 10),
+        Holding(Kind.B, True, 4),
+        Holding(Kind.W, True, 0),
+    ]
+    assert effects.holdings(0, 0, Kind.F, Kind.BW) == [Holding(Kind.F, False, 10), Holding(Kind.BW, True, 0)]
+    assert effects.holdings(0, 0, Kind.F, Kind.C, Kind.BW, level=0) == [
+        Holding(Kind.F, False, 10),
+        Holding(Kind.F, True, 3),
+        Holding(Kind.C, False, 10),
+        Holding(Kind.BW, True, 0),
+    ]
+
+
+def test_a_changed_rule_changes_certificate_levels_and_picture(monkeypatch):
+    """B also needs a workspace."""
+    rule, workspace = TABLE[Kind.B], 7
+    grown = replace(rule, takes=lambda x: rule.takes(x) + workspace, frees=lambda x: rule.frees(x) + workspace)
+    monkeypatch.setitem(TABLE, Kind.B, grown)
+    schedule = Schedule.parse(ONE, [["0F0", "0B0", "0W0"]])
+    peak = certify(ONE, schedule).device[0]
+    assert (peak.bytes, peak.at) == (10 + workspace, "0B0")
+    assert max(size for _, size in memory_over_time(schedule, 0)) == 10 + workspace
+    assert Holding(Kind.B, False, 10 + workspace) in Effects(ONE).holdings(0, 0, Kind.F, Kind.B, Kind.W)

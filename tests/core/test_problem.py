@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from support.problems import stage
+from support.problems import pipeline, stage
 from support.problems.strategies import problems
 
-from optpipe import InputError, Kind, Problem, Schedule, certify, check
+from optpipe import InputError, Kind, Problem, Schedule, certify, check, estimated_offload_ratio, offload_ratio
 
 STAGE = {"device": 0, **stage((10, 10, 8), (50, 20), offload=(12, 12, 50))}
 
@@ -23,25 +23,14 @@ def content(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def with_devices(changes: dict[str, Any]) -> dict[str, Any]:
+def with_devices(**changes: Any) -> dict[str, Any]:
     return content(devices=[{"activation_budget_bytes": 100} | changes] * 2)
 
 
-def with_stage(**changes: Any) -> dict[str, Any]:
+def with_stage(without: str = "", **changes: Any) -> dict[str, Any]:
     base = content()
     base["stages"][1] |= changes
-    return base
-
-
-def without(field: str) -> dict[str, Any]:
-    base = content()
-    del base["stages"][1][field]
-    return base
-
-
-def misspelled(field: str, name: str) -> dict[str, Any]:
-    base = without(field)
-    base["stages"][1][name] = 1.0
+    base["stages"][1].pop(without, None)
     return base
 
 
@@ -59,10 +48,7 @@ OF_A_STAGE = [  # what begins with `stages[1].`
     ({"surprise": 1}, r"surprise is not a field"),
     ({"forwrd_ms": 1}, r"forwrd_ms is not a field of this format: did you mean forward_ms\?$"),
     ({"colour": 1}, r"colour is not a field of this format$"),
-    (
-        {"forward_ms": "x", "backward_input_ms": -1},
-        r"forward_ms = 'x': .* \(and 1 more: .*backward_input_ms\)$",
-    ),
+    ({"forward_ms": "x", "backward_input_ms": -1}, r"forward_ms = 'x': .* \(and 1 more: .*backward_input_ms\)$"),
     ({"forward_ms": [1.0]}, r"forward_ms has 1 entries: one number, or one for each of the 2 micro"),
     ({"forward_ms": [1.0, -3.0]}, r"forward_ms\[1\] = -3\.0: input should be greater"),
     ({"activation_bytes": [50, 1.5]}, r"activation_bytes\[1\] = 1\.5"),
@@ -70,26 +56,17 @@ OF_A_STAGE = [  # what begins with `stages[1].`
 ]
 WRONG = [
     *((with_stage(**changes), rf"stages\[1\]\.{message}") for changes, message in OF_A_STAGE),
-    (
-        with_devices({"peer": 0}),
-        r"devices\[0\]\.peer = 0: a device evicts to another one",
-    ),
-    (
-        with_devices({"peer": 2}),
-        r"devices\[0\]\.peer = 2: there are 2 devices, numbered from 0",
-    ),
-    (misspelled("forward_ms", "forwrd_ms"), r"\.forwrd_ms is not a field of this format: did you mean forward_ms\?"),
-    (without("forward_ms"), r"stages\[1\]\.forward_ms is missing"),
+    (with_devices(peer=0), r"devices\[0\]\.peer = 0: a device evicts to another one"),
+    (with_devices(peer=2), r"devices\[0\]\.peer = 2: there are 2 devices, numbered from 0"),
+    (with_stage("forward_ms", forwrd_ms=1.0), r"\.forwrd_ms is not a field of this format: did you mean forward_ms\?"),
+    (with_stage("forward_ms"), r"stages\[1\]\.forward_ms is missing"),
     (content(p2p_ms=[1.0] * 3), r"p2p_ms has 3 entries: one number, or one for each of the 2 microbatches"),
     (content(messages=[{"sender": 0, "receiver": 2, "ms": 1.0}]), r"messages\[0\]\.receiver = 2: there are 2 devices"),
     (content(messages=[{"sender": 1, "receiver": 1, "ms": 1.0}]), r"messages\[0\]\.receiver = 1: a message goes to an"),
     (content(messages=[{"sender": 0, "receiver": 1, "ms": 1.0}] * 2), r"messages\[1\]: .* stand there twice"),
-    (without("reload_ms"), r"stages\[1\]\.reload_ms is missing: a stage with offload_ms needs reload_ms"),
+    (with_stage("reload_ms"), r"stages\[1\]\.reload_ms is missing: a stage with offload_ms needs reload_ms"),
     (content(microbatches=0), r"microbatches = 0"),
-    (
-        content(microbatches=2**16, stages=[STAGE | {"offload_parts": 64}] * 16),
-        r"offload_parts = 64: times 16 stages",
-    ),
+    (content(microbatches=2**16, stages=[STAGE | {"offload_parts": 64}] * 16), r"offload_parts = 64: times 16 stages"),
     (content(microbatches=2**16, stages=[STAGE] * 100), r"microbatches = 65536"),
     (content(format="optpipe.schedule/2"), r"^problem is a schedule, a problem is expected: "),
     (content(format=["optpipe.problem/3"]), r"format = a list of 1: "),
@@ -101,10 +78,7 @@ WRONG = [
     (content(routes=[[0, 1], [1, 0]], microbatch_routes=[0]), r"microbatch_routes has 1 entries"),
     (content(routes=[[0, 1], [1, 0]], microbatch_routes=[0, 2]), r"microbatch_routes\[1\] = 2"),
     (content(layers=[{"forward_ms": 1.0}]), r"layers\[0\]"),
-    (
-        with_devices({"link": ""}),
-        r"devices\[0\]\.link = ''",
-    ),
+    (with_devices(link=""), r"devices\[0\]\.link = ''"),
 ]
 
 
@@ -192,6 +166,8 @@ def test_each_micro_batch_has_its_own_figures():
     assert costs.message_ms.tolist() == [[[0.0, 0.0], [0.5, 1.5]], [[4.0, 4.0], [0.0, 0.0]]]
     assert costs.activation.tolist() == [[50, 50], [50, 30]]
     assert not costs.are_equal
+    equal = Problem.from_dict(with_stage(forward_ms=[10.0, 10.0])).costs  # classes go by figures, however written
+    assert (equal.are_equal, equal.classes) == (True, [[0, 1]])
     assert Problem.from_json(problem.to_json()).sha256 == problem.sha256
 
 
@@ -203,13 +179,6 @@ def test_the_peak_is_that_of_the_very_micro_batches():
     assert [peak.bytes for peak in certify(problem, in_turn).device] == [50, 50]
 
 
-def test_equal_lists_are_equal_micro_batches():
-    """Classes go by figures, whether they are written as one number or as a list."""
-    problem = Problem.from_dict(with_stage(forward_ms=[10.0, 10.0]))
-    assert problem.costs.are_equal
-    assert problem.costs.classes == [[0, 1]]
-
-
 def test_a_fixed_order_is_kept():
     problem = Problem.from_dict(content(fixed_order=True))
     swapped = Schedule.parse(problem, [["0F1", "0F0", "0BW0", "0BW1"], ["1F1", "1F0", "1BW0", "1BW1"]])
@@ -217,3 +186,23 @@ def test_a_fixed_order_is_kept():
     later = Schedule.parse(problem, [["0F0", "0F1", "0BW0", "0BW1"], ["1F1", "1F0", "1BW0", "1BW1"]])
     assert check(problem, later) == []
     assert "fixed_order" not in Problem.from_dict(content()).to_dict()
+
+
+def test_k_of_a_stage_is_the_round_trip_over_its_work():
+    stages = [
+        stage((14, 7, 7), offload=(12, 16, 10)),
+        stage((4, 2, 2), offload=(1, 5, 10)),
+        stage((4, 2, 2)),
+        stage((0, 0, 0), offload=(1, 1, 10)),
+        stage((2, 1, 1), offload=(0, 0, 10)),
+        stage((0, 0, 0), offload=(0, 0, 10)),
+    ]
+    assert offload_ratio(pipeline(6, 2, 100, stages)) == [1.0, 0.75, None, float("inf"), 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "sequence", "k"),
+    [(8192, 1024, 0.974), (4096, 16384, 1.194), (4096, 24313, 1.0)],  # a sequence of 16k does not suffice everywhere
+)
+def test_the_papers_estimate(hidden, sequence, k):
+    assert estimated_offload_ratio(hidden, sequence, flops=220e12, bytes_per_s=15e9) == pytest.approx(k, abs=5e-4)

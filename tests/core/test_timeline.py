@@ -1,6 +1,6 @@
 """Times: by hand, against an independent event clock, and what is refused."""
 
-import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,8 @@ from support.problems import pipeline, stage
 from support.problems.strategies import AMPLE, problems_with_schedules
 
 from optpipe import DeadlockError, Op, Problem, Schedule, ScheduleError, check, simulate
-from optpipe.evaluate import jit
 from optpipe.evaluate import timeline as timeline_module
-from optpipe.evaluate.jit import ENOUGH, LazyJit
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, TOLERANCE, gap, length_ms, raises, reaches, shorter
 from optpipe.model.ops import COMPUTE, MARKS
 
 
@@ -27,12 +26,8 @@ def chain(devices: int = 2, microbatches: int = 2, **fields: Any) -> Problem:
 def test_the_timeline_agrees_with_an_independent_event_clock(pair):
     problem, schedule = pair
     assert check(problem, schedule) == []
-    seen = clock.run(
-        problem,
-        schedule,
-        clock.nominal_ms(problem, schedule),
-        lambda op: clock.nominal_message_ms(problem, op),
-    )
+    message_ms = partial(clock.nominal_message_ms, problem)
+    seen = clock.run(problem, schedule, clock.nominal_ms(problem, schedule), message_ms)
     timeline = simulate(problem, schedule)
     ops = [op for program in schedule.programs for op in program.ops()]
     assert [seen.start[op] for op in ops] == pytest.approx(list(timeline.start))
@@ -51,12 +46,9 @@ def test_the_timeline_agrees_with_an_independent_event_clock(pair):
 def test_compiled_and_plain_loops_agree(pair):
     problem, schedule = pair
     plain = simulate(problem, schedule)
-    loop = timeline_module._longest_path
-    try:
-        timeline_module._longest_path = _compiled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeline_module, "_longest_path", _compiled)
         compiled = simulate(problem, schedule)
-    finally:
-        timeline_module._longest_path = loop
     assert np.array_equal(plain.start, compiled.start)
     assert np.array_equal(plain.end, compiled.end)
 
@@ -79,39 +71,6 @@ def test_in_the_order_by_ends_nothing_comes_before_what_it_waits_for(pair):
     assert (places[first] < places[first + 1]).all()
 
 
-def test_without_numba_a_loop_runs_as_plain_python(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numba", None)
-    loop = LazyJit(lambda x: x + 1)
-    assert [loop(10**9, x) for x in (1, 2)] == [2, 3]
-
-
-def test_a_loop_is_compiled_even_where_no_cache_can_be_written():
-    here: dict[str, Any] = {}
-    # A function without a file: numba finds no folder for its cache.
-    exec("def twice(number):\n    return 2 * number", here)
-    loop = LazyJit(here["twice"])
-    assert loop(ENOUGH + 1, 21) == 42
-    assert loop._compiled not in (None, here["twice"])
-
-
-def test_threads_that_call_a_loop_together_compile_no_compiled_one(monkeypatch):
-    """Another thread may come between any two stores: here a call follows each of them."""
-
-    class Interrupted(LazyJit):
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, value)
-            if name != "_work" and "_work" in self.__dict__:
-                assert self(0, 1) == 2
-
-    def plain(x):
-        return x + 1
-
-    given_to_numba = []
-    monkeypatch.setattr(jit, "compiled", lambda function: given_to_numba.append(function) or (lambda x: x + 1))
-    assert Interrupted(plain)(ENOUGH + 1, 1) == 2
-    assert given_to_numba == [plain]
-
-
 def test_a_shared_link_is_one_queue():
     problem, shared = chain(4), chain(4, device={"link": "pcie0"})
     programs = [[f"{s}F0", f"{s}O0", f"{s}D0", f"{s}R0", f"{s}BW0", f"{s}F1", f"{s}BW1"] for s in range(4)]
@@ -132,28 +91,23 @@ def test_a_shared_link_is_one_queue():
         assert any(message in text for text in check(shared, Schedule.parse(shared, programs, wrong))), message
 
 
-def test_a_deadlock_is_shown_on_the_grid():
-    programs = [["0F0", "0F1", "0BW1", "0BW0"], ["1F0", "1BW0", "1F1", "1BW1"]]
-    assert check(chain(), Schedule.parse(chain(), programs)) == []
-    programs[0] = ["0F0", "0BW0", "0F1", "0BW1"]
-    programs[1] = ["1F0", "1F1", "1BW0", "1BW1"]
-    with pytest.raises(DeadlockError) as caught:
-        simulate(chain(), Schedule.parse(chain(), programs))
-    cycle = caught.value.cycle
-    assert set(cycle) == {Op.parse(text) for text in ("0BW0", "1BW0", "1F1", "0F1")}
-    grid = str(caught.value).splitlines()
-    assert grid[0].startswith("deadlock: ")
-    assert "waits for" in grid[0]
-    assert all(f"[{op}]" in str(caught.value) for op in cycle)
-    assert "[0F0]" not in str(caught.value)
-    assert sum(line.startswith("device") for line in grid) == 2
-
-
 def deadlock(problem: Problem, programs: list[list[str]]) -> tuple[list[str], str]:
     """The cycle as texts, and the message."""
     with pytest.raises(DeadlockError) as caught:
         simulate(problem, Schedule.parse(problem, programs))
     return [str(item) for item in caught.value.cycle], str(caught.value)
+
+
+def test_a_deadlock_is_shown_on_the_grid():
+    programs = [["0F0", "0F1", "0BW1", "0BW0"], ["1F0", "1BW0", "1F1", "1BW1"]]
+    assert check(chain(), Schedule.parse(chain(), programs)) == []
+    cycle, message = deadlock(chain(), [["0F0", "0BW0", "0F1", "0BW1"], ["1F0", "1F1", "1BW0", "1BW1"]])
+    assert set(cycle) == {"0BW0", "1BW0", "1F1", "0F1"}
+    sentence, *grid = message.splitlines()
+    assert sentence == f"deadlock: {' waits for '.join([*cycle, cycle[0]])}"
+    assert all(f"[{op}]" in message for op in cycle)
+    assert "[0F0]" not in message
+    assert sum(line.startswith("device") for line in grid) == 2
 
 
 def test_ops_that_only_queue_are_not_on_the_cycle():
@@ -197,3 +151,31 @@ def test_a_cycle_over_many_devices_says_how_many_are_left_out():
 def test_programs_of_another_problem_are_refused(programs, message):
     with pytest.raises(ScheduleError, match=message.replace(".", r"\.").replace("+", r"\+")):
         simulate(chain(), Schedule.parse(chain(), programs))
+
+
+def test_a_length_is_the_makespan_or_the_span():
+    schedule = Schedule.parse(chain(), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1F1", "1BW0", "1BW1"]])
+    assert length_ms(schedule, "makespan") == schedule.makespan_ms
+    assert length_ms(schedule, "span") == schedule.span_ms
+    assert length_ms(None, "makespan") == NO_SCHEDULE_MS
+
+
+@pytest.mark.parametrize("length", [0.0, 1e-3, 100.0, 1e12])
+def test_rounding_neither_improves_nor_proves_anything(length: float):
+    nearly = length * (1 - TOLERANCE / 2)
+    assert not shorter(nearly, length)
+    assert not shorter(length, length)
+    assert reaches(length, nearly)
+    assert not raises(length, nearly)
+    assert gap(length, nearly) == 0
+
+
+def test_differences_beyond_rounding_count():
+    assert shorter(99.0, 100.0)
+    assert shorter(100.0, NO_SCHEDULE_MS)
+    assert raises(100.0, 99.0)
+    assert raises(0.0, float("-inf"))
+    assert not reaches(100.0, 99.0)
+    assert gap(100.0, 99.0) == pytest.approx(0.01)
+    assert gap(None, 99.0) is None
+    assert gap(100.0, None) is None

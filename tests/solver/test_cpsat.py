@@ -21,8 +21,7 @@ from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
 from optpipe.model.arrays import NONE
-from optpipe.model.figures import each_microbatch
-from optpipe.model.records import Level
+from optpipe.model.records import Level, each_microbatch
 from optpipe.process.protocol import Bound, Frame, Programs, Ready
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.clock import Clock

@@ -18,10 +18,9 @@ from support.problems.small import problems_of_every_sort
 
 from optpipe.dispatch.clock import list_ops
 from optpipe.dispatch.descend import change
-from optpipe.dispatch.descents import descents
+from optpipe.dispatch.descents import StageRelief, descents, first_rules, moved_rules, rules_of_schedule, spread
 from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import StageRelief, first_rules, moved_rules, rules_of_schedule, spread
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement

@@ -16,8 +16,8 @@ from support.problems.chain import chain, gpipe
 from support.problems.strategies import problems
 
 from optpipe import Problem, check
+from optpipe.dispatch.descents import first_rules
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import first_rules
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import length_ms
 from optpipe.model.placement import rechunk

@@ -16,8 +16,8 @@ from support.problems import pipeline, stage, with_budgets
 from support.problems.strategies import looped, problems, problems_with_schedules
 
 from optpipe import InputError, Problem, certify, check
+from optpipe.dispatch.descents import first_rules
 from optpipe.dispatch.simulate import Simulator
-from optpipe.dispatch.starts import first_rules
 from optpipe.evaluate.objective import length_ms
 from optpipe.process.protocol import Note, Request
 from optpipe_solver import systems, tuning

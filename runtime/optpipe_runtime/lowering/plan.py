@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from optpipe.evaluate.memory import Certificate
+from optpipe.evaluate.effects import Certificate
 from optpipe.model.ops import BACKWARD, INWARD, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule

@@ -21,10 +21,9 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.model.arrays import NONE
-from optpipe.model.figures import one_for_all
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import Level, Stage
+from optpipe.model.records import Level, Stage, one_for_all
 from optpipe_runtime.execute.report import StepReport
 
 FIELDS = {

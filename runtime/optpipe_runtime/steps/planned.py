@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe.model.figures import of_microbatch
 from optpipe.model.problem import Problem
+from optpipe.model.records import of_microbatch
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel
 from optpipe_runtime.execute.batch import Batch, BatchShapes

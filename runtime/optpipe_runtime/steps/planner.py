@@ -19,9 +19,9 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
-from optpipe.model.figures import of_microbatch
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
+from optpipe.model.records import of_microbatch
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepRules, StepScheduler
 from optpipe.steps.cost_model import LEARNT, WINDOW, robust_fit

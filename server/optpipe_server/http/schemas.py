@@ -9,10 +9,9 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 from sqlalchemy import Row
 
-from optpipe.model.figures import Ms
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.model.records import Record
+from optpipe.model.records import Ms, Record
 from optpipe.options import Methods, ObjectiveOption, PlacementsOption, SolveOptions, TimeLimit
 from optpipe.schedule import ScheduleFile, Status
 from optpipe_server.accepted import MOST_MICROBATCHES, MOST_PARTS, MOST_STAGES, require_parts

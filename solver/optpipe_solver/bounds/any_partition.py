@@ -10,9 +10,8 @@ import numpy as np
 
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.arrays import Floats
-from optpipe.model.figures import MOST_MS, of_microbatch
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage, StageCosts
+from optpipe.model.records import MOST_MS, Stage, StageCosts, of_microbatch
 from optpipe.text import distinct_sizes
 from optpipe_solver.bounds.problem_facts import StageBytes, stage_bytes, without_evictions
 

@@ -17,10 +17,9 @@ import numpy as np
 from optpipe.evaluate.effects import Effects
 from optpipe.model.arrays import Flags, Floats
 from optpipe.model.costs import FORWARDS, GRADIENTS
-from optpipe.model.figures import each_microbatch
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import EVICTION, RECOMPUTE, Level, StageCosts
+from optpipe.model.records import EVICTION, RECOMPUTE, Level, StageCosts, each_microbatch
 
 F, B, W, BW, C = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C
 Pass = tuple[int, int]  # the first micro-batch of a class of equal ones, and a stage

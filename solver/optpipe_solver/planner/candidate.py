@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.model.arrays import Floats
-from optpipe.model.figures import one_for_all
 from optpipe.model.placement import NAMES
 from optpipe.model.problem import Problem
+from optpipe.model.records import one_for_all
 from optpipe.schedule import Schedule
 from optpipe.transformer.calibrate import UNEXPLAINED, gradient, ratio_variances
 from optpipe.transformer.estimate import MEASURED_PEAKS, Estimate

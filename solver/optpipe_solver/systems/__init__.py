@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from math import ceil
 
-from optpipe.dispatch.starts import entry_orders
+from optpipe.dispatch.descents import entry_orders
 from optpipe.errors import InputError, ScheduleError, did_you_mean
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
 from optpipe.model.problem import Problem

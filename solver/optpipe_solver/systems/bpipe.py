@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.model.figures import each_microbatch
 from optpipe.model.ops import BACKWARD, COMPUTE, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, STAGE, of_kinds
+from optpipe.model.records import each_microbatch
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.classic import one_f_one_b
 from optpipe_solver.systems.system import in_order, published

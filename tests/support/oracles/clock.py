@@ -5,12 +5,12 @@ It knows when each byte is held, so tests can see that a device never holds more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from optpipe import Kind, Op, Pair, Problem, Schedule
-from optpipe.model.figures import of_microbatch
+from optpipe.model.records import of_microbatch
 
 BACKWARD = (Kind.B, Kind.BW)
 
@@ -57,11 +57,13 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
     shared = {link: list(order) for link, order in schedule.links.items()}
     compute_free = [0.0] * len(programs)
     transfer_free: dict[tuple[str, bool | None], float] = {}
-    # What each device has issued and has not run yet: transfers on its host link with the moment of their issue,
-    # evictions and loads, and optimizer updates on the host.
-    waiting: list[list[tuple[Op, float]]] = [[] for _ in programs]
+    # What each device has issued and has not run yet: transfers on its host link, evictions and loads, and optimizer
+    # updates on the host.
+    waiting: list[list[Op]] = [[] for _ in programs]
     evicting: list[list[Op]] = [[] for _ in programs]
     updating: list[list[Op]] = [[] for _ in programs]
+    lines = dict.fromkeys((Kind.E, Kind.L), evicting) | {Kind.U: updating}
+    lines |= dict.fromkeys((Kind.O, Kind.R, Kind.G, Kind.P), waiting)
     peer_free, host_free = [0.0] * len(programs), [0.0] * len(programs)
     issued: dict[Op, float] = {}
     moved = True
@@ -71,15 +73,9 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
             while program:
                 item = program[0]
                 ops = list(item) if isinstance(item, Pair) else [item]
-                if ops[0].kind in (Kind.E, Kind.L):
+                if ops[0].kind in lines:
                     issued[ops[0]] = compute_free[d]
-                    evicting[d].append(ops[0])
-                elif ops[0].kind is Kind.U:
-                    issued[ops[0]] = compute_free[d]
-                    updating[d].append(ops[0])
-                elif ops[0].kind in (Kind.O, Kind.R, Kind.G, Kind.P):
-                    issued[ops[0]] = compute_free[d]
-                    waiting[d].append((ops[0], compute_free[d]))
+                    lines[ops[0].kind][d].append(ops[0])
                 else:
                     needs = [need for op in ops for need in _needs(problem, clock, op, delay)]
                     if None in needs:
@@ -93,27 +89,17 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
                 moved = True
         for d, queue in enumerate(waiting):
             link = problem.devices[d].link
-            for op, _ in list(queue):
-                order = shared.get(link or "", [])
-                if link in shared:
-                    rivals = [o for o in order if problem.transfer_mode == "half_duplex" or _inward(o) == _inward(op)]
-                    if rivals[0] != op:
-                        continue
-                elif any(
-                    _inward(o) == _inward(op) or problem.transfer_mode == "half_duplex"
-                    for o, _ in queue[: queue.index((op, issued[op]))]
-                ):
+            for op in list(queue):
+                full = problem.transfer_mode == "full_duplex"
+                ahead = shared.get(link or "", queue)
+                if next(o for o in ahead if not full or _inward(o) == _inward(op)) != op:
                     continue
-                key = (
-                    link if link in shared else f"own {d}",
-                    _inward(op) if problem.transfer_mode == "full_duplex" else None,
-                )
-                begin = max(transfer_free.get(key, 0.0), issued[op])
-                clock.start[op], clock.end[op] = begin, begin + duration(op)
-                transfer_free[key] = clock.end[op]
-                queue.remove((op, issued[op]))
+                key = link if link in shared else f"own {d}", _inward(op) if full else None
+                clock.start[op] = max(transfer_free.get(key, 0.0), issued[op])
+                clock.end[op] = transfer_free[key] = clock.start[op] + duration(op)
+                queue.remove(op)
                 if link in shared:
-                    order.remove(op)
+                    shared[link].remove(op)
                 moved = True
         for d, line in enumerate(evicting):
             while line:
@@ -147,26 +133,35 @@ def _length(problem: Problem, ops: list[Op], duration: Callable[[Op], float]) ->
     return total * (problem.overlap_factor or 1.0) if len(ops) == 2 else total
 
 
-def _level(problem: Problem, op: Op, ops: Container[Op]) -> Any:
-    """The level by which an activation is computed again, with the figures of the op's micro-batch; None if it is
-    not."""
-    levels = problem.stages[op.stage].of_microbatch(op.microbatch).all_levels
-    return next((x for k, x in enumerate(levels) if Op(Kind.C, op.stage, op.microbatch, k) in ops), None)
+def op_ms(stage: Any, kind: Kind, again: Op | None) -> float:
+    """How long an op takes; a transfer of a part, its share. `again` is the C of the activation."""
+    level = stage.all_levels[again.part] if again else None
+    moved = level or stage
+    times = {
+        Kind.F: stage.forward_ms,
+        Kind.B: stage.backward_input_ms,
+        Kind.W: stage.backward_weight_ms,
+        Kind.BW: stage.backward_input_ms + stage.backward_weight_ms,
+        Kind.C: level.recompute_ms if level else 0.0,
+        Kind.O: (moved.offload_ms or 0.0) / stage.offload_parts,
+        Kind.R: (moved.reload_ms or 0.0) / stage.offload_parts,
+        Kind.E: stage.evict_ms,
+        Kind.L: stage.load_ms,
+        Kind.G: stage.gradient_out_ms,
+        Kind.U: stage.update_ms,
+        Kind.P: stage.parameters_in_ms,
+    }
+    return times.get(kind) or 0.0  # marks take no time
 
 
 def nominal_ms(problem: Problem, schedule: Schedule) -> Callable[[Op], float]:
     """How long each op of a schedule takes."""
-    ops = {op for program in schedule.programs for op in program.ops()}
+    ops = [op for program in schedule.programs for op in program.ops()]
+    again = {(op.stage, op.microbatch): op for op in ops if op.kind is Kind.C}
 
     def ms(op: Op) -> float:
-        stage: Any = problem.stages[op.stage].of_microbatch(op.microbatch)
-        level = _level(problem, op, ops)
-        if op.kind is Kind.C:
-            return float(level.recompute_ms)
-        if op.kind in (Kind.O, Kind.R):
-            of = level or stage
-            return float((of.offload_ms if op.kind is Kind.O else of.reload_ms) / stage.offload_parts)
-        return float(problem.costs.ms[op.kind, op.stage, op.microbatch])
+        stage = problem.stages[op.stage].of_microbatch(op.microbatch)
+        return op_ms(stage, op.kind, again.get((op.stage, op.microbatch)))
 
     return ms
 
@@ -238,7 +233,8 @@ def _record_memory(problem: Problem, schedule: Schedule, clock: Clock, issued: d
         stage: Any = problem.stages[op.stage].of_microbatch(op.microbatch)
         device, host = clock.device_events[stage.device], clock.host_events[stage.device]
         begin, end = issued.get(op, clock.start[op]), clock.end[op]
-        level = _level(problem, op, clock.end)
+        again = (Op(Kind.C, op.stage, op.microbatch, k) in clock.end for k in range(len(stage.all_levels)))
+        level = next((x for x, is_taken in zip(stage.all_levels, again, strict=True) if is_taken), None)
         size, n = 0, stage.offload_parts
         leaving = (level or stage).offload_bytes
         if leaving is not None:

@@ -76,7 +76,7 @@ class PlainListScheduler:
     Attributes
     ----------
     start, moved
-        (4, S, m) and (2, S, m, parts) as in `optpipe.dispatch.state.State`.
+        (4, S, m) and (2, S, m, parts) as in `optpipe.dispatch.figures.State`.
     """
 
     def __init__(self, figures: Figures, rules: Rules) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from optpipe import Kind, Op, Problem, Program
 from optpipe.evaluate.jit import compiled
 from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import Floats, Ints
-from support.oracles.clock import message_ms
+from support.oracles.clock import message_ms, op_ms
 
 Event = tuple[str, int, int, int]  # kind, stage, micro-batch and part
 
@@ -68,23 +68,6 @@ def steps_of(problem: Problem, device: int, program: Program) -> list[Step]:
         again = next((c for c in ops if (c.kind, c.stage, c.microbatch) == (Kind.C, s, j)), None)
         steps.append(Step(event_of(op), op_ms(stage.of_microbatch(j), op.kind, again), tuple(waits)))
     return steps
-
-
-def op_ms(stage: Any, kind: Kind, again: Op | None) -> float:
-    """How long an op takes; a transfer of a part, its share. `again` is the C of the activation."""
-    level = stage.all_levels[again.part] if again else None
-    moved = level or stage
-    times = {
-        Kind.F: stage.forward_ms,
-        Kind.B: stage.backward_input_ms,
-        Kind.W: stage.backward_weight_ms,
-        Kind.BW: stage.backward_input_ms + stage.backward_weight_ms,
-        Kind.C: level.recompute_ms if level else 0.0,
-        Kind.O: (moved.offload_ms or 0.0) / stage.offload_parts,
-        Kind.R: (moved.reload_ms or 0.0) / stage.offload_parts,
-        Kind.D: 0.0,
-    }
-    return times[kind] or 0.0
 
 
 def waits_on_links(problem: Problem, links: dict[str, Program]) -> dict[Event, Event]:

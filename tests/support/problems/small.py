@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from optpipe.model.figures import each_microbatch
 from optpipe.model.problem import Problem
+from optpipe.model.records import each_microbatch
 from support.oracles.enumeration import problem_of, stage
 from support.problems.strategies import differing, problems
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from optpipe import Device, Kind, Op, Pair, Problem, Program, Schedule, Stage
 from optpipe.model.records import Level
+from support.problems import GROUPS, pipeline, stage
 
 times = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 7.25])
 AMPLE = 10**6
@@ -19,25 +20,18 @@ def stages(draw: Any, device: int, evicting: bool = False, updating: bool = Fals
     activation = draw(st.integers(0, 20))
     extra: dict[str, Any] = {}
     if draw(st.booleans()):
-        extra = {"offload_ms": draw(times), "reload_ms": draw(times), "offload_bytes": draw(st.integers(0, activation))}
+        extra = {"offload": (draw(times), draw(times), draw(st.integers(0, activation)))}
         extra["offload_parts"] = draw(st.integers(1, 3))
     if draw(st.booleans()):
-        extra |= {"recompute_ms": draw(times), "checkpoint_bytes": draw(st.integers(0, activation))}
+        extra |= {"recompute": (draw(times), draw(st.integers(0, activation)))}
     elif draw(st.booleans()):
         extra["levels"] = [draw(levels(name, activation)) for name in "ab"[: draw(st.integers(1, 2))]]
     if evicting and draw(st.booleans()):
-        extra |= {"evict_ms": draw(times), "load_ms": draw(times), "evict_bytes": draw(st.integers(0, activation))}
+        extra |= {"evict": (draw(times), draw(times), draw(st.integers(0, activation)))}
     if updating and draw(st.booleans()):
-        extra |= {"gradient_out_ms": draw(times), "update_ms": draw(times), "parameters_in_ms": draw(times)}
-    return Stage(
-        device=device,
-        forward_ms=draw(times),
-        backward_input_ms=draw(times),
-        backward_weight_ms=draw(times),
-        activation_bytes=activation,
-        saved_for_weight_bytes=draw(st.integers(0, 25)),
-        **extra,
-    )
+        extra |= {"update": (draw(times), draw(times), draw(times))}
+    of_ops = draw(times), draw(times), draw(times)
+    return Stage(device=device, **stage(of_ops, (activation, draw(st.integers(0, 25))), **extra))
 
 
 @st.composite
@@ -100,18 +94,17 @@ def differing(draw: Any, problem: Problem) -> Problem:
         unit = stage.offload_parts if name == "offload_bytes" else 1  # parts stay equal
         return tuple(int(whole / unit * x) * unit for x in size)
 
-    of_iteration = ("gradient_out_ms", "update_ms", "parameters_in_ms")
-    figures = [n for n in Stage.model_fields if n.endswith(("_ms", "_bytes")) and n not in of_iteration]
+    figures = [n for n in Stage.model_fields if n.endswith(("_ms", "_bytes")) and n not in GROUPS["update"]]
     stages = []
-    for stage in problem.stages:
-        names = [name for name in figures if getattr(stage, name) is not None] if draw(st.integers(0, 3)) else []
-        of_stage: dict[str, Any] = {name: each(stage, stage, name) for name in names}
-        if names and stage.levels:
+    for costs in problem.stages:
+        names = [name for name in figures if getattr(costs, name) is not None] if draw(st.integers(0, 3)) else []
+        of_stage: dict[str, Any] = {name: each(costs, costs, name) for name in names}
+        if names and costs.levels:
             of_stage["levels"] = tuple(
-                x.model_copy(update={name: each(stage, x, name) for name in figures if getattr(x, name, None)})
-                for x in stage.levels
+                x.model_copy(update={name: each(costs, x, name) for name in figures if getattr(x, name, None)})
+                for x in costs.levels
             )
-        stages.append(stage.model_copy(update=of_stage))
+        stages.append(costs.model_copy(update=of_stage))
     update: dict[str, Any] = {"stages": stages}
     if message is not None:
         update["p2p_ms"] = tuple(problem.p2p_ms * share for share in message)
@@ -124,27 +117,17 @@ def differing(draw: Any, problem: Problem) -> Problem:
 def looped(draw: Any) -> Problem:
     """Problems of one to three uneven stages a device, looped; some can be offloaded. Any links, ample memory."""
     d, v, m = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    stages = []
+    costs = []
     for s in range(d * v):
-        ms = {name: draw(times) for name in ("forward_ms", "backward_input_ms", "backward_weight_ms")}
-        leave = {
-            "offload_ms": draw(times),
-            "reload_ms": draw(times),
-            "offload_bytes": 900,
-            "offload_parts": draw(st.integers(1, 3)),
-        }
-        held = {"activation_bytes": 1000, "saved_for_weight_bytes": draw(st.integers(0, 1500))}
-        stages.append({"device": s % d, **ms, **held, **(leave if draw(st.booleans()) else {})})
-    return Problem.from_dict(
-        {
-            "microbatches": m,
-            "p2p_ms": draw(times),
-            "transfer_mode": draw(st.sampled_from(["half_duplex", "full_duplex"])),
-            "devices": [
-                {"activation_budget_bytes": AMPLE, "link": draw(st.sampled_from([None, "a", "b"]))} for _ in range(d)
-            ],
-            "stages": stages,
-        }
+        leave = {"offload": (draw(times), draw(times), 900), "offload_parts": draw(st.integers(1, 3))}
+        sizes = 1000, draw(st.integers(0, 1500))
+        of_ops = draw(times), draw(times), draw(times)
+        costs.append(stage(of_ops, sizes, device=s % d, **(leave if draw(st.booleans()) else {})))
+    fields = {"p2p_ms": draw(times), "transfer_mode": draw(st.sampled_from(["half_duplex", "full_duplex"]))}
+    problem = pipeline(d, m, AMPLE, costs, **fields)
+    links = [draw(st.sampled_from([None, "a", "b"])) for _ in range(d)]
+    return problem.replace(
+        devices=[each.model_copy(update={"link": link}) for each, link in zip(problem.devices, links, strict=True)]
     )
 
 
