@@ -21,62 +21,6 @@ from optpipe_runtime.models.part import Layers, Model, Part
 from optpipe_runtime.torch_private.pipelining import StageBase
 from optpipe_runtime.torch_private.tensors import compiled_call, is_compiled, is_wrapped
 
-Value = tuple[Node, int]  # a node, and the number of its output
-
-
-def traced(pipe: Pipe) -> list[Part]:
-    """The stages of a `Pipe`, in order."""
-    nodes = list(pipe.split_gm.graph.nodes)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    stages = [node for node in nodes if node.op == "call_module"]
-    (output,) = (node for node in nodes if node.op == "output")
-    takes = [_values(node.args) for node in stages]
-    result = _values(output.args)
-    used: dict[Value, int] = dict.fromkeys(result, len(stages))
-    for s in reversed(range(len(stages))):
-        used = dict.fromkeys(takes[s], s) | used  # the last use
-    carried: list[Value] = [(node, 0) for node in placeholders]
-    parts: list[Part] = []
-    for s, node in enumerate(stages):
-        outputs = sorted({value for value in used if value[0] is node}, key=lambda value: value[1])
-        available = [*carried, *outputs]
-        last = s == len(stages) - 1
-        after = result if last else [value for value in available if used.get(value, -1) > s]
-        handed_on = [len(carried) + v[1] if v[0] is node else carried.index(v) for v in after]
-        inside = [carried.index(value) for value in takes[s]]
-        names = [str(value.target) for value in placeholders] if s == 0 else []
-        parts.append(_Stage(pipe.get_stage_module(s), inside, handed_on, names))
-        carried = after
-    return parts
-
-
-def _values(arguments: Any) -> list[Value]:
-    """The values among a node's arguments, in order; a `getitem` stands for an output of the stage before it."""
-    values: list[Any] = []
-
-    def visit(node: Node) -> Node:
-        values.append(node.args if node.op == "call_function" else (node, 0))
-        return node
-
-    map_arg(arguments, visit)
-    return values
-
-
-class _Stage(Part):
-    """`module` gets the values of the numbers `inside` among those that come in. Of these, its outputs behind them, the
-    values of the numbers `after` go on. `names` are the inputs' names, in the first stage."""
-
-    def __init__(self, module: nn.Module, inside: Sequence[int], after: Sequence[int], names: Sequence[str]) -> None:
-        super().__init__("module.")
-        self.module, self._inside, self._after, self._names = module, inside, after, names
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
-        values = [*inputs, *(kwargs[name] for name in self._names[len(inputs) :])]
-        result = self.module(*(values[k] for k in self._inside))
-        values += result if isinstance(result, tuple | list) else (result,)
-        after = tuple(values[k] for k in self._after)
-        return after[0] if len(after) == 1 else after
-
 
 def stages_of(
     model: Any, placement: Sequence[int] | Schedule, layers: Sequence[int] | None = None, rank: int | None = None
@@ -202,3 +146,62 @@ def _note_names(parts: Sequence[Part], placement: Sequence[int]) -> None:
             parts[s].whole_names[own_name] = whole
             if len({placement[k] for k, _ in places}) > 1:
                 parts[s].shared[whole] = own_name
+
+
+# What torch has cut
+
+Value = tuple[Node, int]  # a node, and the number of its output
+
+
+def traced(pipe: Pipe) -> list[Part]:
+    """The stages of a `Pipe`, in order."""
+    nodes = list(pipe.split_gm.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    stages = [node for node in nodes if node.op == "call_module"]
+    (output,) = (node for node in nodes if node.op == "output")
+    takes = [_values(node.args) for node in stages]
+    result = _values(output.args)
+    used: dict[Value, int] = dict.fromkeys(result, len(stages))
+    for s in reversed(range(len(stages))):
+        used = dict.fromkeys(takes[s], s) | used  # the last use
+    carried: list[Value] = [(node, 0) for node in placeholders]
+    parts: list[Part] = []
+    for s, node in enumerate(stages):
+        outputs = sorted({value for value in used if value[0] is node}, key=lambda value: value[1])
+        available = [*carried, *outputs]
+        last = s == len(stages) - 1
+        after = result if last else [value for value in available if used.get(value, -1) > s]
+        handed_on = [len(carried) + v[1] if v[0] is node else carried.index(v) for v in after]
+        inside = [carried.index(value) for value in takes[s]]
+        names = [str(value.target) for value in placeholders] if s == 0 else []
+        parts.append(_Stage(pipe.get_stage_module(s), inside, handed_on, names))
+        carried = after
+    return parts
+
+
+def _values(arguments: Any) -> list[Value]:
+    """The values among a node's arguments, in order; a `getitem` stands for an output of the stage before it."""
+    values: list[Any] = []
+
+    def visit(node: Node) -> Node:
+        values.append(node.args if node.op == "call_function" else (node, 0))
+        return node
+
+    map_arg(arguments, visit)
+    return values
+
+
+class _Stage(Part):
+    """`module` gets the values of the numbers `inside` among those that come in. Of these, its outputs behind them, the
+    values of the numbers `after` go on. `names` are the inputs' names, in the first stage."""
+
+    def __init__(self, module: nn.Module, inside: Sequence[int], after: Sequence[int], names: Sequence[str]) -> None:
+        super().__init__("module.")
+        self.module, self._inside, self._after, self._names = module, inside, after, names
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
+        values = [*inputs, *(kwargs[name] for name in self._names[len(inputs) :])]
+        result = self.module(*(values[k] for k in self._inside))
+        values += result if isinstance(result, tuple | list) else (result,)
+        after = tuple(values[k] for k in self._after)
+        return after[0] if len(after) == 1 else after

@@ -24,6 +24,10 @@ from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.team import Team
 from optpipe_runtime.torch_private.tensors import local
 
+# The parameters whose gradients make the norm, by name, and those of them that another rank counts.
+Counted = tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]
+EQUAL = 1e-3  # how far norms of equal gradients may lie apart, as a share: sums on a GPU come in any order
+
 
 class Tie:
     """Copies that start equal and get the sum of their gradients after every step, so that equal optimizers keep them
@@ -73,11 +77,6 @@ class Tie:
         for parameter, grad, before in zip(self._trained, grads, self._before, strict=True):
             parameter.grad = grad if before is None else grad.add_(before)
         self._before = []
-
-
-# The parameters whose gradients make the norm, by name, and those of them that another rank counts.
-Counted = tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]
-EQUAL = 1e-3  # how far norms of equal gradients may lie apart, as a share: sums on a GPU come in any order
 
 
 def placed(parameter: Any) -> Any:

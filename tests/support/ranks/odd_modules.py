@@ -68,22 +68,6 @@ class Raw(nn.Module):
         return self.function(self.weight, x)
 
 
-class Adapted(nn.Module):
-    """LoRA: a frozen base, adapters that are trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.down, self.up = (
-            linear().requires_grad_(False),
-            nn.Linear(WIDTH, 4, bias=False),
-            nn.Linear(4, WIDTH, bias=False),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.base(x) + self.up(self.down(x))
-        return result
-
-
 class Counting(nn.Module):
     """Its state changes in every forward, and its result with it."""
 
@@ -95,24 +79,6 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
         result: Tensor = self.inner(x) * self.count.clone()
-        return result
-
-
-class Replacing(Counting):
-    """Its state is another tensor after every forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count = self.count + 1
-        result: Tensor = self.inner(x) * self.count
-        return result
-
-
-class Averaging(Counting):
-    """Its state becomes another unless the input is zero, as where the stage is learned."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
-        result: Tensor = self.inner(x) + self.count.clone()
         return result
 
 

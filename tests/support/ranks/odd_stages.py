@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from support.ranks.odd_modules import (
     BATCH,
     WIDTH,
-    Adapted,
-    Averaging,
     Counting,
     Delaying,
     Doubled,
@@ -25,7 +23,6 @@ from support.ranks.odd_modules import (
     Plainly,
     Raw,
     Recurrent,
-    Replacing,
     Scaled,
     Sometimes,
     autocast,
@@ -174,7 +171,12 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "rms norm as Gemma's": lambda: gated(Scaled(plus_one=True)),
     "exported": exported,
     "frozen": lambda: nn.Sequential(linear(), linear().requires_grad_(False), linear()),
-    "adapters": Adapted,
+    "adapters": lambda: Of(
+        lambda base, down, up, x: base(x) + up(down(x)),
+        linear().requires_grad_(False),
+        nn.Linear(WIDTH, 4, bias=False),
+        nn.Linear(4, WIDTH, bias=False),
+    ),
     "complex parameters": lambda: Raw(lambda w, x: (x.to(w.dtype) @ w).abs(), WIDTH, WIDTH, dtype=torch.complex64),
     "complex layers": lambda: Of(
         lambda f, x: f(torch.complex(x, x)).real, nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
@@ -184,8 +186,6 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     ),
     "state": Counting,
     **SOMETIMES,
-    "state, replaced": Replacing,
-    "state, averaged": Averaging,
 }
 
 # Those of their parameters whose gradient comes at B: of modules that have none for W; of norms, where they would keep
