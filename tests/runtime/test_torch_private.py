@@ -39,10 +39,6 @@ def spread() -> DTensor:
     return DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
 
 
-def made_again(tensor: DTensor) -> DTensor:
-    return DTensor(tensors.local(tensor), tensors.spec(tensor), requires_grad=False)
-
-
 def hooked(kind: str) -> nn.Parameter:
     hooked = parameter(2)
     getattr(hooked, kind)(lambda _: None)
@@ -76,11 +72,8 @@ def without() -> Tensor:
         return torch.ones(2).as_subclass(Calling) + 1
 
 
-def changed(tensor: Tensor) -> Tensor:
-    return tensor.add_(1)
-
-
-def with_hook(module: nn.Module) -> nn.Module:
+def with_hook() -> nn.Module:
+    module = nn.Linear(2, 2)
     module.register_forward_hook(lambda *_: None)
     return module
 
@@ -130,7 +123,7 @@ HOLDS: dict[ModuleType, dict[str, Callable[[], bool]]] = {
         ),
         "GROUPED_MM": lambda: tensors.GROUPED_MM is None or callable(tensors.GROUPED_MM),
         "AsyncCollectiveTensor": lambda: issubclass(tensors.AsyncCollectiveTensor, Tensor),
-        "version": lambda: tensors.version(changed(torch.ones(2))) == 1,
+        "version": lambda: tensors.version(torch.ones(2).add_(1)) == 1,
         "storage_id": lambda: (
             tensors.storage_id(X.untyped_storage()) == tensors.storage_id(X[0].untyped_storage())
             and tensors.storage_id(X.untyped_storage()) != tensors.storage_id(LEAF.untyped_storage())
@@ -138,7 +131,7 @@ HOLDS: dict[ModuleType, dict[str, Callable[[], bool]]] = {
         "base": lambda: tensors.base(X[0]) is X and tensors.base(X) is None,
         "unview": lambda: tensors.unview(X.t()).untyped_storage().data_ptr() == X.data_ptr() and X.t()._is_view(),
         "local": lambda: type(tensors.local(spread())) is Tensor,
-        "spec": lambda: made_again(spread()).placements == (Replicate(),),
+        "spec": lambda: DTensor(X, tensors.spec(spread()), requires_grad=False).placements == (Replicate(),),
         "has_hooks": lambda: (
             not tensors.has_hooks(LEAF)
             and tensors.has_hooks(hooked("register_hook"))
@@ -158,7 +151,7 @@ HOLDS: dict[ModuleType, dict[str, Callable[[], bool]]] = {
         "tree_unflatten": lambda: tensors.tree_unflatten([5], tensors.tree_flatten({"a": 1})[1]) == {"a": 5},
         "parameters_of": lambda: tensors.parameters_of(LAYER)["weight"] is LAYER.weight,
         "buffers_of": lambda: set(tensors.buffers_of(nn.BatchNorm1d(2))) >= {"running_mean", "running_var"},
-        "is_wrapped": lambda: tensors.is_wrapped(with_hook(nn.Linear(2, 2))) and not tensors.is_wrapped(LAYER),
+        "is_wrapped": lambda: tensors.is_wrapped(with_hook()) and not tensors.is_wrapped(LAYER),
         "compiled_call": lambda: (
             tensors.compiled_call(LAYER) is None and callable(tensors.compiled_call(in_place(nn.Linear(2, 2))))
         ),
