@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,29 +32,35 @@ def bpipe(problem: Problem) -> Schedule:
     """
     p = len(problem.stages)
     limit = (p + 3) // 2  # ⌈(p+2)/2⌉
-    lists = [program.ops() for program in one_f_one_b(problem).programs]
-    pairs = [(s, p - 1 - s) for s in range(p // 2) if min(problem.microbatches, p - s) > limit]
-    marks: dict[int, list[tuple[Op, Op | None]]] = {}
-    for evictor, acceptor in pairs:
-        home, peer = _devices(problem, evictor, acceptor)
-        lists[home] = _evicting(lists[home], limit)
-        marks[peer] = _rooms(lists[home], limit - (evictor + 1))
-    plain = {peer: lists[peer] for peer in marks}
-    for peer, rooms in marks.items():  # first accept all of them for the whole iteration, to see when each load ends
+    plain = [program.ops() for program in one_f_one_b(problem).programs]
+    lists, pairs = list(plain), list[tuple[int, int, list[Op], list[Op]]]()
+    for s in range(p // 2):
+        if min(problem.microbatches, p - s) <= limit:
+            break
+        home, peer = _devices(problem, s, p - 1 - s)
+        lists[home] = _evicting(plain[home], limit)
+        accepts = [op._replace(kind=Kind.A) for op in lists[home] if op.kind == Kind.E]
+        loads = [op for op in lists[home] if op.kind == Kind.L]
+        pairs.append((s, peer, accepts, loads))
+        # First accept all of them for the whole iteration, to see when each load ends.
+        lists[peer] = [*accepts, *plain[peer], *(op._replace(kind=Kind.V) for op in accepts)]
+    if not pairs:
+        return in_order(problem, lists)
+    timeline = in_order(_lasting(problem), lists).timeline
+    kind, stage, device = timeline.table[:, KIND], timeline.table[:, STAGE], timeline.device
+    for s, peer, accepts, loads in pairs:
+        starts = timeline.start[(device == peer) & of_kinds(timeline.table, *COMPUTE)]
+        ends = timeline.end[(kind == Kind.L) & (stage == s)]
+        # Nothing waits in a circle: what stands before an op that starts after a load has ended begins before that, and
+        # so before the eviction that gets the load's memory, which stands after it on the link between the devices.
+        rooms = limit - (s + 1)
+        before: list[list[Op]] = [accepts[:rooms], *([] for _ in plain[peer])]
+        for n, (load, place) in enumerate(zip(loads, np.searchsorted(starts, ends).tolist(), strict=True)):
+            before[place] += [load._replace(kind=Kind.V), *accepts[rooms + n : rooms + n + 1]]
         lists[peer] = [
-            *(accept for accept, _ in rooms),
-            *plain[peer],
-            *(Op(Kind.V, *accept[1:]) for accept, _ in rooms),
+            *(op for marks, then in zip(before, plain[peer], strict=False) for op in (*marks, then)),
+            *before[-1],
         ]
-    if marks:
-        timeline = in_order(_lasting(problem), lists).timeline
-        kind, stage, device = timeline.table[:, KIND], timeline.table[:, STAGE], timeline.device
-        for (evictor, _), (peer, rooms) in zip(pairs, marks.items(), strict=True):
-            starts = timeline.start[(device == peer) & of_kinds(timeline.table, *COMPUTE)]
-            ends = timeline.end[(kind == Kind.L) & (stage == evictor)]
-            loads = [op for op in lists[problem.stages[evictor].device] if op.kind == Kind.L]
-            places = dict(zip(loads, np.searchsorted(starts, ends).tolist(), strict=True))
-            lists[peer] = _accepting(plain[peer], rooms, places)
     return in_order(problem, lists)
 
 
@@ -114,29 +119,3 @@ def _evicting(ops: Sequence[Op], limit: int) -> list[Op]:
         if kind in BACKWARD:
             here.remove(j)
     return [op for transfers, then in zip(before, ops, strict=True) for op in (*transfers, then)]
-
-
-def _rooms(ops: Sequence[Op], rooms: int) -> list[tuple[Op, Op | None]]:
-    """Return the peer's accept for each eviction, in order, with the load before it; None for the first accepts."""
-    free: deque[Op | None] = deque([None] * rooms)
-    accepts: list[tuple[Op, Op | None]] = []
-    for op in ops:
-        if op.kind == Kind.E:
-            accepts.append((op._replace(kind=Kind.A), free.popleft()))
-        elif op.kind == Kind.L:
-            free.append(op)
-    return accepts
-
-
-def _accepting(ops: Sequence[Op], rooms: Sequence[tuple[Op, Op | None]], places: dict[Op, int]) -> list[Op]:
-    """Add accepts and vacates to the peer's ops. `places` says before which of its ops each load has ended.
-
-    Nothing waits in a circle: what stands before such a place begins before the load has ended, and so before the
-    eviction that gets its memory, which stands after the load on the link between the devices.
-    """
-    before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]
-    before[0] = [accept for accept, load in rooms if load is None]
-    follows = {load: accept for accept, load in rooms if load is not None}
-    for load, place in places.items():
-        before[place] += [load._replace(kind=Kind.V), *([follows[load]] if load in follows else [])]
-    return [*(op for marks, then in zip(before, ops, strict=False) for op in (*marks, then)), *before[-1]]
