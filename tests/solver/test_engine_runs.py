@@ -79,16 +79,8 @@ def test_a_run_from_heuristics_starts_from_the_best_that_no_engine_found(started
 
 
 def test_what_is_better_and_has_no_rules_gets_those_of_the_best() -> None:
-    rules = Rules(
-        *(
-            np.array([1, 1]),
-            np.zeros((2, 2)),
-            np.full((2, 6), -1),
-            np.zeros((2, 6), dtype=int),
-            np.zeros(2),
-            np.arange(6),
-        )
-    )
+    each = np.zeros((2, 6), dtype=int)
+    rules = Rules(np.array([1, 1]), np.zeros((2, 2)), each - 1, each, np.zeros(2), np.arange(6))
     best = systems.generate("zb-h1", PROBLEM)
     assert NAIVE.makespan_ms > BETTER.makespan_ms > best.makespan_ms
     runs = searching([], replace(BETTER, rules=rules))
@@ -177,12 +169,9 @@ def test_an_engine_that_ended_early_runs_again_only_from_another_schedule() -> N
     assert not runs.may_gain(LNS_FROM_HEURISTICS)
     runs.handle(process("lns", by_engine, spent_s=1.0), None)
     assert not runs.may_gain(LNS)
-
-
-def test_an_engine_that_used_its_time_runs_again() -> None:
-    runs = searching([])
-    runs.handle(process("lns", NAIVE, spent_s=9.0), None)
-    assert runs.may_gain(LNS)
+    used_up = searching([])
+    used_up.handle(process("lns", NAIVE, spent_s=9.0), None)
+    assert used_up.may_gain(LNS)
 
 
 def test_heuristics_wait_only_for_an_engine_that_was_started() -> None:
