@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from math import log10
 from typing import Any, NamedTuple
 
 from optpipe.show.page import Picture, standalone
@@ -61,6 +62,7 @@ def chart(
     shortest = min((point.ms for point in points), default=1.0)
     longest = max((point.ms for point in points if point.ms <= MOST_TIMES_SHORTEST * shortest), default=2.0)
     longest = max([longest, *(point.ms for series in solver.values() for point in series)])
+    sizes = [max(1, size) for size in (*(point.bytes for point in points), *budgets.values())] or [1]
     margin = 0.06 * (longest - shortest) or 0.05 * longest
     data = _series(grey, published, PUBLISHED_COLOUR, 7, names=True)
     for colour, (name, series) in zip(SOLVER_COLOURS, solver.items(), strict=False):
@@ -73,6 +75,7 @@ def chart(
         "margin": {"t": 110, "l": 70, "r": 40, "b": 50},
         "xaxis": {
             "type": "log",
+            "range": [log10(min(sizes) / 1.2), log10(max(sizes) * 1.3)],
             "title": {"text": "peak of the device that holds most"},
             "tickvals": TICKS,
             "ticktext": [bytes_text(tick) for tick in TICKS],
@@ -94,7 +97,8 @@ def _series(name: str, points: Sequence[Point], colour: str, size: int, names: b
         "hovertemplate": "%{customdata}<extra></extra>",
         "marker": {"color": colour, "size": size},
         "textfont": {"color": colour, "size": 11},
-        "textposition": "top right",
+        "cliponaxis": False,
+        "textposition": "top right" if names else "bottom left",
     }
     return [
         common
@@ -102,7 +106,7 @@ def _series(name: str, points: Sequence[Point], colour: str, size: int, names: b
         | {
             "x": [max(1, point.bytes) for point in some],
             "y": [point.ms for point in some],
-            "text": [_plain(point.name if names else f"{point.ms:.6g} ms") for point in some],
+            "text": [_plain(point.name if names else _length(point.ms)) for point in some],
             "customdata": [_plain(f"{p.name}: {p.ms:.6g} ms, {bytes_text(p.bytes)}") for p in some],
         }
         for some, how in (
@@ -117,6 +121,11 @@ def _budget_line(text: str, size: int) -> dict[str, Any]:
     label = {"text": _plain(text), "textposition": "end", "textangle": 0, "yanchor": "bottom"}
     font = {"color": SOLVER_COLOURS[0], "size": 11}
     return place | {"line": {"color": SOLVER_COLOURS[0], "dash": "dash", "width": 1}, "label": label | {"font": font}}
+
+
+def _length(ms: float) -> str:
+    """At least four digits, and none of them as a power of ten."""
+    return f"{ms:.4g} ms" if ms < 10_000 else f"{ms:.0f} ms"
 
 
 def _plain(text: str) -> str:
