@@ -1,4 +1,4 @@
-"""What a user installs, from scratch and away from the sources: the wheel, and the Dockerfile's image."""
+"""What a user installs, from scratch and away from the sources: the wheel."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
-from support.deploy.deployment import DOCKERFILE, ROOT, build_commands
+from support.deploy.deployment import ROOT
 
 from optpipe import Problem, ScheduleFile, __version__, check
 
@@ -23,15 +22,6 @@ SPEC.loader.exec_module(dist)
 
 PROBLEM = ROOT / "examples" / "problems" / "shared-pcie-4x8.json"
 TORCH = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-IMAGE_WORKS = """
-import importlib.util
-import psycopg
-from optpipe_cache.storage import PACK_PATH
-from optpipe_server import create_app, serve
-from optpipe_server.work.worker import work
-assert importlib.util.find_spec("torch") is None
-assert PACK_PATH.exists()
-"""
 
 
 @pytest.mark.timeout(1200)  # it installs torch
@@ -73,29 +63,3 @@ def test_the_wheel_alone_solves_serves_and_trains(tmp_path: Path, monkeypatch: p
     losses = [float(line.split()[-1]) for line in lines if line.startswith("step ")]
     assert len(losses) == 12
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.soak
-def test_the_image_s_packages_are_enough(tmp_path: Path) -> None:
-    """An environment made by the Dockerfile's commands, from the build context's files, solves and has no torch."""
-    for words in DOCKERFILE:
-        if words[0] == "COPY" and not words[1].startswith("--"):
-            for source in words[1:-1]:
-                whole = ROOT / source
-                if whole.is_dir():
-                    shutil.copytree(
-                        whole, tmp_path / "source" / source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-                    )
-                else:
-                    (tmp_path / "source" / source).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(whole, tmp_path / "source" / source)
-    environment = tmp_path / "opt"
-    for command in build_commands():
-        words = [word.replace("/opt/optpipe", str(environment)) for word in command if word != "--no-cache-dir"]
-        subprocess.run(
-            [sys.executable if words[0] == "python" else words[0], *words[1:]], cwd=tmp_path / "source", check=True
-        )
-    subprocess.run([environment / "bin" / "python", "-I", "-c", IMAGE_WORKS], cwd="/", check=True)
-    solve = [environment / "bin" / "optpipe", "solve", PROBLEM, "--time-limit", "2", "--no-cache"]
-    solved = subprocess.run(solve, cwd=tmp_path, check=True, text=True, capture_output=True)
-    assert "ms by" in solved.stdout

@@ -25,7 +25,7 @@ from optpipe.results import Result
 from optpipe_cache import Cache
 from optpipe_cli.app import optpipe
 from optpipe_server import Settings
-from optpipe_server.database import Database, Jobs, sqlite
+from optpipe_server.database import Database, Jobs
 from optpipe_server.http import service
 from optpipe_server.http.service import Service
 from optpipe_server.service_cache import ServiceCache
@@ -78,13 +78,6 @@ def test_a_file_that_is_gone_stops_acceptance_until_it_is_back(settings: Setting
         kept.append(client.post("/v1/jobs", json=BODY).json()["id"])
     with client_of(settings) as (client, _):
         assert [job["id"] for job in client.get("/v1/jobs").json()["jobs"]] == kept[::-1]
-
-
-def test_a_disk_without_room_is_not_ready(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    with client_of(settings) as (client, _):
-        monkeypatch.setattr(sqlite, "LEAST_FREE_MIB", 2**40)
-        reply = client.get("/readyz")
-        assert (reply.status_code, "MiB left" in reply.json()["detail"]) == (503, True)
 
 
 def test_a_hard_link_is_the_same_database(settings: Settings) -> None:

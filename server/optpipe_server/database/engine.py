@@ -114,8 +114,6 @@ class Database:
 
     def probe(self) -> None:
         """Write and read as much as a job has. Raises SQLAlchemy's error if that cannot be done."""
-        if self._file is not None:
-            self._file.require_room()
         written = secrets.token_hex(PROBE_BYTES // 2)
         with self.write() as connection:
             connection.execute(update(probes).values(text=written))

@@ -15,12 +15,11 @@ from optpipe.errors import InputError
 
 BUSY_MS = 10_000  # how long a connection waits for another that writes
 CONNECTIONS = 20  # per process
-LEAST_FREE_MIB = 4  # of the disk: SQLite's log may take so much before its pages are copied to the file
 GONE = "its file or its log was removed or replaced; put it back, or end the service and start it with a whole file"
 
 
 class UnusableError(OperationalError):
-    """The database is damaged, is not the one that was opened, or has no room; `orig` says so in a sentence."""
+    """The database is damaged, or is not the one that was opened; `orig` has a sentence."""
 
     def __init__(self, why: str) -> None:
         super().__init__(None, None, sqlite3.OperationalError(why))
@@ -71,12 +70,6 @@ class SqliteFile:
         """Raise `UnusableError` if another file, or none, has the name by now."""
         if any(_identity(path) != opened for path, opened in self._opened.items()):
             raise UnusableError(GONE)
-
-    def require_room(self) -> None:
-        """Raise `UnusableError` if the disk is as good as full."""
-        disk = os.statvfs(os.path.dirname(self._path))
-        if (free_mib := disk.f_bavail * disk.f_frsize >> 20) < LEAST_FREE_MIB:
-            raise UnusableError(f"its disk has {free_mib} MiB left; at least {LEAST_FREE_MIB} are needed")
 
 
 def _only_writer(file: str, secondary: bool) -> int | None:

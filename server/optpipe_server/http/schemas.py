@@ -32,9 +32,6 @@ _STAGE = {
     "backward_weight_ms": 1.0,
     "activation_bytes": 1000,
     "saved_for_weight_bytes": 500,
-    "offload_ms": 0.5,
-    "reload_ms": 0.5,
-    "offload_bytes": 1000,
 }
 PROBLEM: dict[str, Any] = {
     "format": "optpipe.problem/3",

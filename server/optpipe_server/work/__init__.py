@@ -6,7 +6,7 @@ process) or from Procrastinate (`TeamWorker`: PostgreSQL, any number of processe
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from optpipe_server.database import Database
 from optpipe_server.service_cache import ServiceCache
@@ -14,26 +14,14 @@ from optpipe_server.settings import Settings
 from optpipe_server.work.rounds import Rounds
 from optpipe_server.work.solves import EmbeddedWorker, Solves, default_worker_name
 
-__all__ = ["Rounds", "Worker", "default_worker_name", "make_worker"]
+if TYPE_CHECKING:
+    from optpipe_server.work.team import TeamWorker
+
+__all__ = ["Rounds", "default_worker_name", "make_worker"]
 
 
-class Worker(Protocol):
-    """What solves jobs in this process."""
-
-    solves: Solves
-
-    def start(self) -> None:
-        """Begin to take jobs."""
-
-    def nudge(self) -> None:
-        """Look for jobs now."""
-
-    def stop(self, timeout_s: float) -> None:
-        """End all searches and give the jobs back. None of its processes is left, whatever the database does."""
-
-
-def make_worker(settings: Settings, database: Database, cache: ServiceCache, name: str) -> Worker:
-    """Return the worker for this database."""
+def make_worker(settings: Settings, database: Database, cache: ServiceCache, name: str) -> EmbeddedWorker | TeamWorker:
+    """Return the worker for this database, which takes jobs from `start` until `stop`."""
     solves = Solves(settings, database, cache, name)
     if database.sqlite:
         return EmbeddedWorker(solves)

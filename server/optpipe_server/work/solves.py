@@ -172,6 +172,7 @@ class EmbeddedWorker:
         self._claims.start()
 
     def stop(self, timeout_s: float) -> None:
+        """End all searches and give the jobs back. No process of theirs is left, whatever the database does."""
         until = time.monotonic() + timeout_s
         self._claims.stop(timeout_s)
         self.solves.stop(until)

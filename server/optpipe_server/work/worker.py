@@ -20,7 +20,8 @@ from optpipe_server.database import AwayError, Database
 from optpipe_server.metrics import REGISTRY
 from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
-from optpipe_server.work import Worker, make_worker
+from optpipe_server.work import make_worker
+from optpipe_server.work.solves import Solves
 
 log = structlog.get_logger("optpipe.work")
 
@@ -59,7 +60,7 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
     if database is None:
         return
     worker = make_worker(settings, database, ServiceCache(settings, database), name)
-    with closing(database), _answering(worker, metrics_host, metrics_port):
+    with closing(database), _answering(worker.solves, metrics_host, metrics_port):
         worker.start()
         log.info("works", worker=name, solves=settings.solves, threads=settings.threads)
         while not came:
@@ -89,7 +90,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 @contextmanager
-def _answering(worker: Worker, host: str, port: int | None) -> Iterator[None]:
+def _answering(solves: Solves, host: str, port: int | None) -> Iterator[None]:
     """Answer `/metrics` and `/healthz` on that port, if there is one."""
     if port is None:
         yield
@@ -99,7 +100,7 @@ def _answering(worker: Worker, host: str, port: int | None) -> Iterator[None]:
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
         if environ["PATH_INFO"] != "/healthz":
             return metrics(environ, start_response)
-        health = worker.solves.health()
+        health = solves.health()
         status = "200 OK" if health["status"] == "ok" else "503 Service Unavailable"
         start_response(status, [("Content-Type", "application/json")])
         return [json.dumps(health).encode()]

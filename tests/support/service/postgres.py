@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -20,6 +19,7 @@ import psycopg
 import pytest
 
 from optpipe_server.database import Database
+from support.until import until
 
 # Runs a program, as another user if one is given. The kernel ends it when its parent ends.
 LAUNCH = f"""
@@ -82,8 +82,7 @@ class Postgres:
             "--no-instructions",
         ]
         try:
-            made = self._launch("initdb", *options, str(self.folder / "data"))
-            assert made.wait() == 0, self.log()
+            assert self._launch("initdb", *options, str(self.folder / "data")).wait() == 0, self.log()
             self.start()
         except BaseException:
             self.close()
@@ -97,27 +96,24 @@ class Postgres:
 
     def _launch(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", LAUNCH, str(self._user), str(self._programs / program), *arguments]
+        no_input, environment = subprocess.DEVNULL, {"LC_ALL": "C"}
         with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(
-                command, cwd="/", env={"LC_ALL": "C"}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+            return subprocess.Popen(command, cwd="/", env=environment, stdin=no_input, stdout=log, stderr=log)
 
     def start(self) -> None:
         """Start it; return once it answers."""
         options = [text for name, value in OPTIONS.items() for text in ("-c", f"{name}={value}")]
-        self._process = self._launch(
-            "postgres", "-D", str(self.folder / "data"), "-k", str(self.folder), "-h", "", *options
-        )
-        until = time.monotonic() + 60
-        while True:
-            try:
+        places = ("-D", str(self.folder / "data"), "-k", str(self.folder), "-h", "")
+        self._process = started = self._launch("postgres", *places, *options)
+
+        def answers() -> bool:
+            assert started.poll() is None, self.log()
+            with suppress(psycopg.OperationalError):
                 self.run("select 1")
-            except psycopg.OperationalError:
-                assert self._process.poll() is None, self.log()
-                assert time.monotonic() < until, self.log()
-                time.sleep(0.02)
-            else:
-                return
+                return True
+            return False
+
+        until(answers)
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
         """Stop it. SIGINT rolls back open transactions; SIGQUIT is like a crash."""
@@ -218,8 +214,5 @@ def database_url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
     """A new database, opened."""
-    opened = Database(database_url)
-    try:
+    with closing(Database(database_url)) as opened:
         yield opened
-    finally:
-        opened.close()

@@ -22,7 +22,7 @@ from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.tables import incumbents, jobs, problems
 from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
-from optpipe_server.work import Worker, make_worker
+from optpipe_server.work import make_worker
 from support.problems.chain import chain, gpipe, one_by_one
 from support.until import until
 
@@ -71,7 +71,7 @@ class Work:
         self.cache = ServiceCache(self.settings, database)
 
     @contextmanager
-    def worker(self, name: str = "worker", **settings: Any) -> Iterator[Worker]:
+    def worker(self, name: str = "worker", **settings: Any) -> Iterator[Any]:
         url = self.database.engine.url.render_as_string(hide_password=False)
         worker = make_worker(replace(self.settings, database=url, **settings), self.database, self.cache, name)
         worker.start()
