@@ -137,7 +137,6 @@ VALIDATOR = "kubernetes-validate==1.37.0"  # with the schemas: 72 MB, so it is n
 
 
 def pod(name: str) -> dict[str, Any]:
-    """The pod of a Deployment."""
     objects = list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
     (deployment,) = (each for each in objects if each["kind"] == "Deployment")
     labels = deployment["spec"]["template"]["metadata"]["labels"]

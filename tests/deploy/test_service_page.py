@@ -62,7 +62,6 @@ def script(ports: dict[str, int], database: str) -> str:
 
 @pytest.fixture
 def ran(postgres_url: str, tmp_path: Path) -> Path:
-    """The folder in which they ran."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     if shutil.which("curl") is None and "OPTPIPE_REQUIRE_BROWSER" not in os.environ:
         pytest.skip("the page needs curl")

@@ -146,7 +146,6 @@ def stack(postgres: Postgres, tmp_path: Path) -> Iterator[Stack]:
 
 
 def key(stack: Stack, name: str, *scopes: str) -> str:
-    """Create a key by the command in docs/service.md."""
     words = [word for scope in scopes for word in ("--scope", scope)]
     done = stack.run("api", "optpipe", "keys", "create", name, *words)
     assert (done.returncode, done.stderr) == (0, "")

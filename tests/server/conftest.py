@@ -41,7 +41,6 @@ def fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def work(database: Database, tmp_path: Path) -> Work:
-    """Workers with a fake solver on each database."""
     return Work(database, tmp_path)
 
 

@@ -35,7 +35,6 @@ def server() -> Any:
 
 
 def until_taken(client: httpx.Client) -> str:
-    """Wait until a job is accepted; return its id."""
 
     def taken() -> str | None:
         reply = client.post("/v1/jobs", json=BODY)

@@ -88,7 +88,6 @@ def opened(folder: Path, module: str) -> Iterator[View]:
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
-    """Processes do what the method says."""
     with opened(tmp_path_factory.mktemp("odd"), FAKE) as view:
         yield view
 
@@ -107,7 +106,6 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every task of a pool."""
     asked, run = list[Any](), Pool.run
     monkeypatch.setattr(Pool, "run", lambda *task, **more: (asked.append(task), run(*task, **more))[1])
     return asked

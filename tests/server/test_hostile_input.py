@@ -25,7 +25,6 @@ NONSENSE = {"problem": CHAIN, "devices": [{"program": ["0F0"]}, {"program": ["no
 
 
 def refusal(client: httpx.Client, body: str | bytes) -> str:
-    """The sentence with which a submission is refused."""
     reply = client.post("/v1/jobs", content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code in (400, 422), reply.text
     assert reply.headers["content-type"] == "application/problem+json"

@@ -81,7 +81,6 @@ def test_lines_of_the_log_can_be_stored(jobs: Jobs, database: Database) -> None:
 
 
 def ended(database: Database) -> str:
-    """Return the id of a job that is done."""
     job_id, searches = submit(database), Searches(database, "w")
     claim = searches.begin(job_id)
     assert claim is not None

@@ -26,8 +26,6 @@ STARTS = st.none() | st.tuples(st.integers(0, 1), BOUNDS)
 
 
 class Model(WorkerRules):
-    """What clients do."""
-
     def open(self, name: str) -> int:
         return sum(job.key_name == name and job.state in OPEN for job in self.known.values())
 

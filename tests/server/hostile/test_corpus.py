@@ -98,7 +98,6 @@ def spoilt(body: dict[str, Any]) -> Iterator[str]:
 
 
 def _paths(value: Any, *above: str | int) -> Iterator[tuple[str | int, ...]]:
-    """Paths to all values in it; of lists only the first and last."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for step, within in inner:
         if not (isinstance(value, list) and 0 < step < len(value) - 1):

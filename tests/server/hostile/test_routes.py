@@ -26,7 +26,6 @@ def keys(shared: tuple[str, Server]) -> Keys:
 
 @pytest.fixture(scope="module")
 def anybody(shared: tuple[str, Server], keys: Keys) -> Iterator[httpx.Client]:
-    """A client that sends exactly the headers it is given."""
     with client_at(shared[0]) as client:
         yield client
 

@@ -95,7 +95,6 @@ def running(work: Work) -> list[object]:
 
 
 def gone(worker: WorkerProcess) -> None:
-    """Wait until none of the worker's process tree lives."""
     until(lambda: not worker.children, f"the end of {worker.children}", ORPHANED_S)
 
 

@@ -44,6 +44,5 @@ def image_environment() -> dict[str, str]:
 
 
 def image_packages() -> set[str]:
-    """All packages that the image has."""
     [words] = [words for words in build_commands() if "install" in words]
     return with_what_they_need(words[-1].replace(".[", "optpipe["))

@@ -20,7 +20,6 @@ from optpipe_server.http.server import Server, listen, make_server
 
 
 def client_at(url: str, key: str | None = None, **headers: str) -> httpx.Client:
-    """Return a client of a service, with a key if one is given."""
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     # `verify`: without TLS nobody need read the authorities' certificates, which takes longer than most tests.
@@ -52,7 +51,6 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
 
 @contextmanager
 def client_of(settings: Settings) -> Iterator[tuple[httpx.Client, Server]]:
-    """Yield a client of a new server, and the server."""
     with running(settings) as (url, server), client_at(url) as client:
         yield client, server
 

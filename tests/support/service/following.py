@@ -28,7 +28,6 @@ def set_waits(
 
 
 def until_ended(client: ScheduleClient) -> None:
-    """Waits for the client's thread, after `close`."""
     client._thread.join(120)
     assert not client._thread.is_alive()
 

@@ -213,6 +213,5 @@ def database_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    """A new database, opened."""
     with closing(Database(database_url)) as opened:
         yield opened

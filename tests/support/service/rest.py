@@ -91,7 +91,6 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
 
 
 def submit(client: httpx.Client, problem: Problem | None = None, method: str = "plain", **more: Any) -> dict[str, Any]:
-    """Submit a job; return the reply."""
     reply = client.post("/v1/jobs", json={"problem": (problem or chain()).to_dict(), "method": method, **more})
     assert reply.status_code == 201, reply.text
     job: dict[str, Any] = reply.json()
@@ -101,7 +100,6 @@ def submit(client: httpx.Client, problem: Problem | None = None, method: str = "
 
 
 def until_over(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
-    """Wait until the job is over; return it."""
     shown: dict[str, Any] = client.get(job["url"], params={"wait": 60}).json()
     assert shown["state"] not in OPEN, shown
     return shown

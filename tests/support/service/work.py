@@ -31,7 +31,6 @@ SLOW, FAST = one_by_one(PROBLEM), gpipe(PROBLEM)
 
 
 def found(schedule: Schedule, bound: float | None = 1.0) -> Result:
-    """Return a result with this schedule, as a search reports it."""
     result = Result("feasible", schedule, lower_bound_ms=bound, method=schedule.method)
     return replace(result, status="optimal") if result.gap == 0 else result
 
@@ -41,7 +40,6 @@ def start(schedule: Schedule | None = SLOW) -> InitialResult:
 
 
 def submit(database: Database, schedule: Schedule | None = SLOW, **wanted: Any) -> str:
-    """Add a waiting job; return its id."""
     priority = wanted.pop("priority", 0)
     asked = NewJob(wanted.pop("problem", PROBLEM), SolveOptions(**wanted), priority)
     job_id, new = Jobs(database).add(asked, start(schedule), most_open=100)
@@ -50,7 +48,6 @@ def submit(database: Database, schedule: Schedule | None = SLOW, **wanted: Any) 
 
 
 def row(database: Database, job_id: str) -> Any:
-    """Return a job."""
     with database.read() as db:
         return db.execute(select(jobs).where(jobs.c.id == job_id)).one()
 
