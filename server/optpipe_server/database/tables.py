@@ -88,7 +88,7 @@ incumbents = Table(
     Column("span_ms", Float, nullable=False),
     Column("value_ms", Float, nullable=False),  # what the search minimizes: one of them
     Column("found_at", String(40), nullable=False),
-    Column("programs", Text, nullable=False),  # `optpipe.process.child.Programs` as JSON
+    Column("programs", Text, nullable=False),  # `optpipe.process.protocol.Programs` as JSON
 )
 
 bounds = Table(
