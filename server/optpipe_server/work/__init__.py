@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from optpipe_server.database import Database
 from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
-from optpipe_server.work.rounds import Rounds
-from optpipe_server.work.solves import EmbeddedWorker, Solves, default_worker_name
+from optpipe_server.work.solves import EmbeddedWorker, Rounds, Solves, default_worker_name
 
 if TYPE_CHECKING:
     from optpipe_server.work.team import TeamWorker

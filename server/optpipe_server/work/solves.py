@@ -13,9 +13,9 @@ import structlog
 
 from optpipe.process import process_tree
 from optpipe_server.database import Database, Searches
+from optpipe_server.database.engine import DATABASE_AWAY, first_line
 from optpipe_server.service_cache import ServiceCache
 from optpipe_server.settings import Settings
-from optpipe_server.work.rounds import Rounds
 from optpipe_server.work.solve import Solve
 
 log = structlog.get_logger("optpipe.work")
@@ -27,11 +27,53 @@ SPENT_S = 5.0  # between two times that the seconds spent are stored
 HANGS_S = 60.0
 AWAY_S = 5.0  # the database counts as away if it has not answered for so long
 LOOK_S = 0.5  # between two looks for a job that waits, unless `nudge` is called
+STOPPING_S = 2.0  # for a round to end
 
 
 def default_worker_name() -> str:
     """Return the name of this process as a worker, by host and process id."""
     return f"{socket.gethostname()}-{os.getpid()}"[:128]
+
+
+class Rounds(threading.Thread):
+    """Calls `act` every `every_s` seconds, and at once after `nudge`, from `start` until `stop`.
+
+    `what` says in the log what cannot be done. That the database is away is logged once.
+    """
+
+    def __init__(self, name: str, what: str, every_s: float, act: Callable[[], object]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._what, self._every_s, self._act = what, every_s, act
+        self._wake = threading.Event()
+        self.stopping = threading.Event()
+        self.last_round = time.monotonic()
+
+    def nudge(self) -> None:
+        """Let the next round come now."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float = STOPPING_S) -> None:
+        """End the thread; do not wait long for a database that hangs."""
+        self.stopping.set()
+        self._wake.set()
+        if self.is_alive():
+            self.join(max(0.0, timeout_s))
+
+    def run(self) -> None:
+        away = False
+        while not self.stopping.is_set():
+            self.last_round = time.monotonic()
+            self._wake.clear()
+            try:
+                self._act()
+                away = False
+            except DATABASE_AWAY as error:
+                if not away:
+                    log.warning(f"{self._what}: the database is away", error=first_line(error))
+                away = True
+            except Exception:
+                log.exception(self._what)
+            self._wake.wait(self._every_s)
 
 
 class ThreadBudget:
