@@ -1,4 +1,4 @@
-"""`Batch`: what a rank gives to one step and asks of it, and how that is cut into micro-batches.
+"""`Batch`: what one rank has of a step, and asks of it, and how that is cut into micro-batches.
 
 Values may be tensors, torch's `BlockMask`s, anything else, and tuples, lists and dicts of these. A tensor is cut along
 its first dimension, or as a chunk spec of torch.distributed.pipelining says; every micro-batch gets what is no tensor

@@ -134,7 +134,7 @@ class StepRecord:
     evaluating: bool
     tracing: bool  # whether times of ops are noted
     counting: bool  # and bytes
-    mark: Callable[[], Any]  # gives a mark of the clock, if the step is traced
+    mark: Callable[[], Any]  # a mark of the clock, if the step is traced
     will_count: Callable[[], bool]  # see `Executor.run`
     windows: Windows  # of gradients; none in an evaluation
 

@@ -57,7 +57,7 @@ def prepare(
     Raises
     ------
     ScheduleError
-        If the schedule cannot run here; one sentence says why.
+        If the schedule cannot run here.
     """
     require_valid(schedule, layout, problem, require)
     return lower(schedule, rank, layout, problem)

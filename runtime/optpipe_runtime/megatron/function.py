@@ -92,7 +92,7 @@ class ForwardBackward:
         Raises
         ------
         InputError
-            For what the schedule or this runtime cannot do; one sentence says what.
+            For what the schedule or this runtime cannot do.
         ScheduleError
             If the schedule cannot run here.
         """

@@ -8,7 +8,7 @@ between two steps.
 
 While it trains, `pipe.offer(better)` on rank 0, from any thread, returns at once. Every rank prepares the schedule
 beside the training, and all swap to it before one of the next steps, when all are ready. If a rank refuses it, all
-keep what they have and the log says why.
+keep what they have and log why.
 """
 
 from __future__ import annotations
@@ -409,7 +409,7 @@ class Pipeline:
         Raises
         ------
         ScheduleError
-            If it cannot run here; one sentence says why.
+            If it cannot run here.
         """
         self.runner.schedules.load(schedule)
 

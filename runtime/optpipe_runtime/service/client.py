@@ -120,7 +120,7 @@ class ScheduleClient:
     key
         The service's API key, by default OPTPIPE_KEY of the environment.
     cache
-        Without a service: solved schedules, such as `optpipe_cache.Cache(path)`. The search starts from what is known
+        Without a service: solved schedules, such as `optpipe_cache.Cache(path)`. The search starts from what is
         there, and what it finds is kept there. The service has a cache of its own.
     options
         `ClientOptions`, of the search. Threads and memory are at most those of the service's worker.
@@ -145,7 +145,7 @@ class ScheduleClient:
         self._options = ClientOptions.from_arguments("ScheduleClient", options)
         self._url, self._key, self._cache = service_url(url, cache), api_key(key), cache
         self._outages: set[type[ServiceError]] = set()  # that the log has a warning of
-        # What the caller has given, and what was found for it.
+        # The problems of the caller, and what was found for them.
         self._asked = self._searched = 0  # how many problems there were, and how many searches are over
         self._newest: deque[tuple[int, Offer]] = deque(maxlen=1)  # with the number of the problem that it is for
         self._adoptions: dict[tuple[str, int], dict[str, Any]] = {}  # by job and incumbent: what is not reported yet

@@ -34,9 +34,9 @@ CONNECT_S, READ_S = 2.0, 45.0  # how long to wait for a connection, and for data
 LONGEST_REQUEST = 2**20  # bytes that the service accepts
 LONGEST_ANSWER = 2**18  # bytes; the problem decides how long an answer with a schedule may be
 LONGEST_EVENT = 2**18
-LONGEST_WAIT_S = 300.0  # whatever Retry-After says
+LONGEST_WAIT_S = 300.0  # at most, by Retry-After
 MOST_TIMES_STAGES = 16  # a placement that is read has at most so many times the stages of the problem
-LONGEST_REASON = 300  # characters of what a service says that are repeated
+LONGEST_REASON = 300  # characters of a text of the service that are repeated
 PAUSE_S = 0.01  # between two events: a flood of them would take the interpreter from the training
 KEY_VARIABLE, URL_VARIABLE = "OPTPIPE_KEY", "OPTPIPE_URL"
 RUNS = {"SLURM_JOB_ID": "slurm", "TORCHELASTIC_RUN_ID": "torchrun"}  # who started the training, by its variable
@@ -238,7 +238,7 @@ def run_name() -> str:
     return next((f"{who}-{name}" for who, name in names if name not in UNNAMED), "")[:200]
 
 
-# What a service says for people: one line, of which the beginning is kept. It is logged.
+# A text of the service for people: one line, of which the beginning is kept. It is logged.
 Line = Annotated[str, AfterValidator(lambda text: printable(text, LONGEST_REASON))]
 
 

@@ -184,7 +184,7 @@ class StepPlanner:
 
     def _unmeasured(self, features: Features) -> list[int]:
         """The micro-batches of a step that must be profiled before it can be planned: the largest and the smallest
-        first, and no more than are needed to tell what a figure follows from."""
+        first, and no more than a fit of the figures needs."""
         rows = [_row(each) for each in features]
         by_size = sorted(range(len(rows)), key=lambda j: (sum(rows[j]), j))
         missing = len(rows[0]) + 1 - len(set(self._profiled))  # as many as a figure has coefficients
