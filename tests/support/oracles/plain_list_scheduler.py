@@ -90,13 +90,10 @@ class PlainListScheduler:
         self.begin = [0.0] * self.microbatches
         self.activations = [[self.activation(s, j) for j in range(self.microbatches)] for s in range(self.stages)]
         self.links = [Link(inf) for _ in figures.stages_on_link]
+        rooms = zip(figures.memory.tolist(), figures.host_memory.tolist(), strict=True)
         self.devices = [
-            Device(
-                0.0, stages=[s for s in range(self.stages) if figures.device[s] == d], room=room, host_room=host_room
-            )
-            for d, (room, host_room) in enumerate(
-                zip(figures.memory.tolist(), figures.host_memory.tolist(), strict=True)
-            )
+            Device(0.0, stages=np.flatnonzero(figures.device == d).tolist(), room=room, host_room=host_room)
+            for d, (room, host_room) in enumerate(rooms)
         ]
         self.started: Counter[tuple[int, int]] = Counter()  # by kind and stage
         self.next_to_return: dict[int, Activation] = {}  # by stage, when its link last looked
@@ -117,7 +114,10 @@ class PlainListScheduler:
                 continue
             assert isinstance(place, Device)
             if place.busy:
-                self.end_op(place)
+                place.busy = False
+                place.room += place.frees
+                place.host_room += place.frees_on_host
+                place.frees = place.frees_on_host = 0
                 if has_relief:
                     for link in self.links_of(place):
                         link.look_soon(max(now, link.free_at))
@@ -163,10 +163,23 @@ class PlainListScheduler:
     def serve(self, link: Link, now: float) -> None:
         if link.carries:
             self.end_transfer(link, now)
-        if reload := self.next_reload(link, now):
-            self.start_reload(link, reload, now)
-        elif offload := self.next_offload(link, now):
-            self.start_offload(link, offload, now)
+        if moving := self.next_reload(link, now):
+            way, part = BACK, moving.back
+            moving.to_leave = moving.sent
+            moving.back += 1
+            self.device_of(moving.stage).room -= moving.sizes[part]
+            if moving.back == moving.sent:
+                moving.complete_at = now + self.transfer_ms(BACK, moving)
+        elif moving := self.next_offload(link, now):
+            way, part = OUT, moving.sent
+            moving.sent += 1
+            moving.complete_at = inf
+            self.device_of(moving.stage).host_room -= moving.sizes[part]
+        else:
+            return
+        self.moved[way, moving.stage, moving.microbatch, part] = now
+        link.carries = way, moving
+        link.look_at = link.free_at = now + self.transfer_ms(way, moving)
 
     def end_transfer(self, link: Link, now: float) -> None:
         assert link.carries
@@ -202,15 +215,6 @@ class PlainListScheduler:
                 candidates.append(away)
         return min(candidates, key=self.needed_at, default=None)
 
-    def start_reload(self, link: Link, activation: Activation, now: float) -> None:
-        part, end = activation.back, now + self.transfer_ms(BACK, activation)
-        activation.to_leave = activation.sent
-        activation.back += 1
-        self.device_of(activation.stage).room -= activation.sizes[part]
-        if activation.back == activation.sent:
-            activation.complete_at = end
-        self.carry(link, BACK, activation, part, now, end)
-
     def next_offload(self, link: Link, now: float) -> Activation | None:
         candidates = []
         for s in self.stages_served(link, OUT):
@@ -222,8 +226,7 @@ class PlainListScheduler:
         return min(candidates, key=self.forward_end, default=None)
 
     def forward_end(self, activation: Activation) -> float:
-        s = activation.stage
-        j = activation.microbatch
+        s, j = activation.stage, activation.microbatch
         return float(self.start[F, s, j] + self.ms(F, s, j))
 
     def next_to_leave(self, s: int, now: float) -> Activation | None:
@@ -235,7 +238,9 @@ class PlainListScheduler:
         for activation in self.with_forward(s):
             if activation.sent >= activation.to_leave:
                 continue
-            if forwards_left and not self.would_return_late(activation, now):
+            to_send, to_fetch = activation.to_leave - activation.sent, activation.to_leave - activation.back
+            takes = to_send * self.transfer_ms(OUT, activation) + to_fetch * self.transfer_ms(BACK, activation)
+            if forwards_left and self.needed_at(activation) >= now + takes:
                 return activation
             waits = older is not None and older.microbatch < activation.microbatch and older.back < older.sent
             if waits and older is not None and device.room + device.frees < older.sizes[older.back]:
@@ -243,30 +248,7 @@ class PlainListScheduler:
             activation.to_leave = activation.sent
         return None
 
-    def would_return_late(self, activation: Activation, now: float) -> bool:
-        to_send, to_fetch = activation.to_leave - activation.sent, activation.to_leave - activation.back
-        takes = to_send * self.transfer_ms(OUT, activation) + to_fetch * self.transfer_ms(BACK, activation)
-        return self.needed_at(activation) < now + takes
-
-    def start_offload(self, link: Link, activation: Activation, now: float) -> None:
-        part = activation.sent
-        activation.sent += 1
-        activation.complete_at = inf
-        self.device_of(activation.stage).host_room -= activation.sizes[part]
-        self.carry(link, OUT, activation, part, now, now + self.transfer_ms(OUT, activation))
-
-    def carry(self, link: Link, way: int, activation: Activation, part: int, now: float, end: float) -> None:
-        self.moved[way, activation.stage, activation.microbatch, part] = now
-        link.carries = way, activation
-        link.look_at = link.free_at = end
-
     # Devices.
-
-    def end_op(self, device: Device) -> None:
-        device.busy = False
-        device.room += device.frees
-        device.host_room += device.frees_on_host
-        device.frees = device.frees_on_host = 0
 
     def dispatch(self, device: Device, now: float) -> None:
         """Start the first by rank of the ops that fit and are ready or worth waiting for, if it is ready."""
