@@ -24,7 +24,7 @@ from optpipe.text import printable
 
 WEB = Path(__file__).parent / "web"
 # As they build on another.
-MODULES = ("data", "words", "theme", "layout", "shapes", "draw", "panel", "pointer", "picture", "diagnosis", "main")
+MODULES = ("data", "words", "layout", "shapes", "draw", "panel", "pointer", "picture", "diagnosis", "main")
 IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 FRAME_HEIGHT = 900  # of the picture in a notebook, in pixels
 FURTHER_HEIGHT = 450  # for a schedule beside it

@@ -1,13 +1,11 @@
 // Draws the picture with plotly, and again whenever the zoom, the choice or the window changes.
 import { chainOf } from "./data.js";
-import { frameOf, memoryOf, plotlyLayout } from "./layout.js";
+import { frameOf, memoryOf, plotlyLayout, theme } from "./layout.js";
 import { MOST_DRAWN, around, boxOf, labels, memorySteps, pathThrough, raster, visibleGaps, visibleRows } from "./shapes.js";
-import { theme } from "./theme.js";
 import { bytes, ms, percent, waitOf } from "./words.js";
 /** @import { Schedule } from "./data.js" */
-/** @import { Frame } from "./layout.js" */
+/** @import { Frame, Theme } from "./layout.js" */
 /** @import { Box } from "./shapes.js" */
-/** @import { Theme } from "./theme.js" */
 
 /**
  * @typedef {{schedule: number, gap: number, row: number}} Chosen a gap, or an op where `gap` is -1

@@ -1,7 +1,23 @@
 // Where everything lies: a panel for each schedule, one row a device, and the memory panel, all on one time axis.
 import { LOWER, NOWHERE, OUTWARD, UPPER } from "./data.js";
 /** @import { Schedule } from "./data.js" */
-/** @import { Theme } from "./theme.js" */
+
+/** Of text, lines and grounds, as page.css has them for light and for dark. */
+const NAMES = /** @type {const} */ (["ink", "quiet", "line", "ground", "idle", "wait", "hatch", "accent", "limit", "memory"]);
+/** @typedef {Record<typeof NAMES[number], string>} Theme */
+
+/** @returns {Theme} */
+export function theme() {
+  const style = getComputedStyle(document.documentElement);
+  const colours = NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]);
+  return /** @type {Theme} */ (Object.fromEntries(colours));
+}
+
+/** Calls back when the reader's preference between light and dark changes.
+ * @param {() => void} changed @param {AbortSignal} signal ends it */
+export function onThemeChange(changed, signal) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed, { signal });
+}
 
 /**
  * @typedef {{top: number, height: number, devices: number}} Panel

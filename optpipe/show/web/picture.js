@@ -2,9 +2,9 @@
 // document; the time, the device and what is chosen stay where the new one has them.
 import { spanOf } from "./data.js";
 import { draw, latestEnd } from "./draw.js";
+import { onThemeChange } from "./layout.js";
 import { aboutOp, button, deviceTable, element, fullest, legend, listOfWaits, shares, toggle, whyGap } from "./panel.js";
 import { listen } from "./pointer.js";
-import { onThemeChange } from "./theme.js";
 /** @import { Document } from "./data.js" */
 /** @import { Chosen, Marked, View } from "./draw.js" */
 /** @import { Frame } from "./layout.js" */

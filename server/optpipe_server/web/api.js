@@ -27,14 +27,8 @@ export class Refused extends Error {
 /** Nobody answers. */
 export class Away extends Error {}
 
-/** @type {(away: boolean) => void} */
-let connection = () => {};
-
-/** Calls back whether the service answers, whenever a request has shown it.
- * @param {(away: boolean) => void} changed */
-export function onConnection(changed) {
-  connection = changed;
-}
+/** Whether the service answers: `changed` is called whenever a request has shown it. */
+export const connection = { changed: (/** @type {boolean} */ _away) => {} };
 
 /** The reply to a request. Throws `Refused` for one that is an error, `Away` if there is none.
  * @param {string} method @param {string} path
@@ -50,10 +44,10 @@ export async function ask(method, path, { body, text, headers = {}, signal } = {
     reply = await fetch(path, { method, signal, body: content, headers });
   } catch (error) {
     if (signal?.aborted) throw error;
-    connection(true);
+    connection.changed(true);
     throw new Away("The service does not answer.");
   }
-  connection(reply.status === 503 && method === "GET"); // a computation that it is too busy for has a reply of its own
+  connection.changed(reply.status === 503 && method === "GET"); // a computation that it is too busy for has a reply of its own
   if (reply.ok || reply.status === 304) return reply;
   const document = await reply.json().catch(() => ({})); // of a proxy it may be a page
   throw new Refused(reply.status, document.detail ?? (reply.statusText || `status ${reply.status}`));

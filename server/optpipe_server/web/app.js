@@ -1,6 +1,6 @@
 // The page: which part of it the address names, whether the service answers, and the reader's key.
 import { button, element } from "/page/picture/panel.js";
-import { Refused, STORED_KEY, onConnection } from "./api.js";
+import { Refused, STORED_KEY, connection } from "./api.js";
 import { showDiagnose, showSubmit } from "./files.js";
 import { showJob } from "./job.js";
 import { showJobs } from "./jobs.js";
@@ -11,16 +11,14 @@ const content = /** @type {HTMLElement} */ (document.getElementById("content"));
 const offline = /** @type {HTMLElement} */ (document.getElementById("offline"));
 const status = /** @type {HTMLElement} */ (document.getElementById("connection"));
 
-onConnection((away) => {
+connection.changed = (away) => {
   if (document.body.dataset.connection === (away ? "away" : "there")) return;
   offline.hidden = !away;
-  offline.textContent = away
-    ? "The service does not answer. What you see is the last that it told; it is asked again every second."
-    : "";
+  offline.textContent = away ? "The service does not answer. You see its last reply; it is asked again every second." : "";
   status.className = away ? "away" : "";
   status.textContent = away ? "offline" : "connected";
   document.body.dataset.connection = away ? "away" : "there";
-});
+};
 
 /** By path: title, and what shows the page.
  * @type {Record<string, [string, (place: HTMLElement, signal: AbortSignal, query: URLSearchParams) => unknown]>} */
@@ -78,9 +76,7 @@ function askForKey() {
   });
   const title = sessionStorage.getItem(STORED_KEY) !== null ? "This key is not valid" : "This service needs a key";
   const how = "On the service's machine, optpipe keys create NAME --scope submit --scope read makes one. It stays in this tab, and is gone when you close it.";
-  const made = empty(title, how, form);
-  made.classList.add("key");
-  return made;
+  return element("div", "key", empty(title, how, form));
 }
 
 addEventListener("hashchange", () => {

@@ -27,8 +27,7 @@ export function refill(place, ...children) {
 /** What is said in place of something that is not there.
  * @param {string} title @param {string} text @param {...Node} actions */
 export function empty(title, text, ...actions) {
-  const said = [element("h2", "", title), element("p", "", text)];
-  return element("div", "empty", ...said, element("div", "actions", ...actions));
+  return element("div", "empty", element("h2", "", title), element("p", "", text), element("div", "actions", ...actions));
 }
 
 /** A sentence that stands out. `kind` is wrong, good or plain.
@@ -138,8 +137,7 @@ export function age(at, after = " ago") {
 /** @param {HTMLTimeElement} time */
 function tick(time) {
   const seconds = (Date.now() - Date.parse(time.dateTime)) / 1000;
-  const said = duration(seconds < 120 ? seconds : Math.round(seconds / 60) * 60);
-  time.textContent = said + (time.dataset.after ?? "");
+  time.textContent = duration(seconds < 120 ? seconds : Math.round(seconds / 60) * 60) + (time.dataset.after ?? "");
 }
 
 setInterval(() => {
@@ -178,8 +176,7 @@ export async function trying(place, act) {
   }
 }
 
-/** What an error says.
- * @param {unknown} error */
+/** @param {unknown} error */
 export function fault(error) {
   return notice("wrong", String(/** @type {Error} */ (error).message));
 }

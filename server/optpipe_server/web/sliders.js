@@ -5,8 +5,6 @@ import { ms } from "/page/picture/words.js";
 const NO_LINK = 3;
 const ACTIVATION = 1e9; // bytes of one micro-batch on one device
 
-const linkText = (/** @type {number} */ k) => (k >= NO_LINK ? "no offload" : `k = ${Number(k.toFixed(2))}`);
-
 export const SLIDERS = [
   { key: "p", name: "Devices", min: 2, max: 16, step: 1, value: 4, text: String },
   { key: "m", name: "Micro-batches", min: 2, max: 64, step: 1, value: 8, text: String },
@@ -15,7 +13,7 @@ export const SLIDERS = [
   { key: "b", name: "B, input gradient", min: 1, max: 20, step: 0.5, value: 10, text: ms },
   { key: "w", name: "W, weight gradient", min: 1, max: 20, step: 0.5, value: 8, text: ms },
   { key: "mem", name: "Memory", min: 10, max: 150, step: 1, value: 75, text: (/** @type {number} */ percent) => `${percent}% of what 1F1B needs` },
-  { key: "k", name: "Link", min: 0.1, max: NO_LINK, step: 0.05, value: 0.6, text: linkText },
+  { key: "k", name: "Link", min: 0.1, max: NO_LINK, step: 0.05, value: 0.6, text: (/** @type {number} */ k) => (k >= NO_LINK ? "no offload" : `k = ${Number(k.toFixed(2))}`) },
   { key: "p2p", name: "Messages", min: 0, max: 5, step: 0.1, value: 1, text: ms },
 ];
 

@@ -4,7 +4,7 @@ import { joined, pick, read } from "/page/picture/data.js";
 import { button, card, download, element, fullest, toggle } from "/page/picture/panel.js";
 import { show } from "/page/picture/picture.js";
 import { raster } from "/page/picture/shapes.js";
-import { onThemeChange } from "/page/picture/theme.js";
+import { onThemeChange } from "/page/picture/layout.js";
 import { ms, opName, percent, programsOf } from "/page/picture/words.js";
 import { follow, getFigure, pause, post } from "./api.js";
 import { after, edit, verdictOn } from "./edit.js";
