@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.problems import pipeline, stage
 from support.problems.chain import chain, gpipe, one_by_one
 from support.ranks.worker import Ranks
 
@@ -13,7 +14,6 @@ from examples.demo import __main__ as demo
 from examples.demo.train import Step
 from examples.gpt import Size
 from examples.paced import Times
-from optpipe import Problem
 from optpipe.reuse import MOST_SIMULATED, by_rules
 from optpipe_solver.systems import generate
 
@@ -25,11 +25,10 @@ def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: R
     task = Task([Case("1f1b"), nothing_fits, Case("po-f", 2, memory=1.8)], 4, 3, Times(4.0, 3.0, 2.0, 1.0))
     (first, interleaved), _ = ranks(fidelity.run, task=task)
     assert (first.schedule.method, interleaved.schedule.method) == ("1f1b", "po-f")
+    # Who sleeps is never early: all micro-batches, one F and B on the other rank.
     for row, least in ((first, 4 * 9 + 4 + 3), (interleaved, 2 * 4 * 9)):
         assert len(row.steps_ms) == 3
-        assert min(row.schedule.makespan_ms, *row.steps_ms) >= least, (
-            "who sleeps is never early: all micro-batches, one F and B on the other rank"
-        )
+        assert min(row.schedule.makespan_ms, *row.steps_ms) >= least
         assert row.measured_peak == row.predicted_peak
 
 
@@ -41,31 +40,17 @@ def test_the_gpt_has_the_losses_of_a_plain_run(ranks: Ranks) -> None:
         assert row.measured_peak == row.predicted_peak
 
 
-def little_memory() -> Problem:
-    """That of the stages with little memory, two a rank, as a quiet machine measures it: each op takes a little longer
-    than it sleeps, W also needs the gradient that came in, and the input of the first stage is not the pipeline's."""
+def test_the_gain_with_little_memory_is_large_by_prediction() -> None:
+    """Of the stages with little memory, two a rank, as a quiet machine measures them: each op takes a bit longer than
+    it sleeps, W also needs the gradient that came in, and the input of the first stage is not the pipeline's."""
     task = fidelity.with_little_memory(3)[1]
     times, piece, ranks = task.paced_ms, 2**16, 5
     assert times is not None
-    stage = {
-        "forward_ms": times.forward + 0.4,
-        "backward_input_ms": times.backward_input + 0.7,
-        "backward_weight_ms": times.backward_weight + 0.3,
-        "offload_ms": times.copy + 0.2,
-        "reload_ms": times.copy + 0.2,
-        "recompute_ms": times.forward + 0.6,
-        "activation_bytes": times.saved * piece,
-        "saved_for_weight_bytes": (times.saved + 1) * piece,
-        "offload_bytes": times.saved * piece,
-    }
-    stages = [{"device": s % ranks, **stage, "checkpoint_bytes": piece if s else 0} for s in range(2 * ranks)]
-    devices = [{"activation_budget_bytes": 0}] * ranks
-    whole = {"microbatches": task.microbatches, "p2p_ms": 0.4, "devices": devices, "stages": stages}
-    return Problem.from_dict(whole).with_memory_for(1.6)
-
-
-def test_the_gain_with_little_memory_is_large_by_prediction() -> None:
-    problem = little_memory()
+    ms = times.forward + 0.4, times.backward_input + 0.7, times.backward_weight + 0.3
+    held, copy_ms = times.saved * piece, times.copy + 0.2
+    more = [{"recompute": (times.forward + 0.6, piece if s else 0), "device": s % ranks} for s in range(2 * ranks)]
+    stages = [stage(ms, (held, held + piece), offload=(copy_ms, copy_ms, held), **each) for each in more]
+    problem = pipeline(ranks, task.microbatches, 0, stages, p2p_ms=0.4).with_memory_for(1.6)
     before, after = generate(fidelity.RECOMPUTED, problem), by_rules(problem, None, "makespan", MOST_SIMULATED)
     assert after.makespan_ms <= 0.7 * before.makespan_ms, "by simple rules, before any engine"
     best = fidelity.published(problem).best_published
@@ -75,13 +60,10 @@ def test_the_gain_with_little_memory_is_large_by_prediction() -> None:
 
 @pytest.mark.parametrize(("slowest", "verdict"), [(1100.0, "a gain"), (1501.0, "no gain beyond chance")])
 def test_a_gain_is_reported_only_beyond_the_spread(slowest: float, verdict: str) -> None:
-    case, problem = Case("1f1b"), chain()
-    slow, fast = one_by_one(problem), gpipe(problem)
+    slow, fast = one_by_one(chain()), gpipe(chain())
     theirs, ours = [1500.0, 1520.0, 1510.0], [1050.0, 1060.0, slowest]
-    rows = [
-        MeasuredCase(case, schedule, ms, [0], [0], [])
-        for schedule, ms in ((slow, theirs), (slow, theirs), (fast, ours))
-    ]
+    measured = (slow, theirs), (slow, theirs), (fast, ours)
+    rows = [MeasuredCase(Case("1f1b"), schedule, ms, [0], [0], []) for schedule, ms in measured]
     text = fidelity.gain(rows)
     assert f"a step takes {1 - 1060 / 1510:.1%} less than by naive" in text
     assert text.endswith(verdict)
@@ -107,7 +89,4 @@ def test_the_gain_of_the_demo_is_computed_round_by_round(best: list[float], sure
     gain = demo.gain_of(found)
     assert gain.low <= gain.median <= gain.high
     assert (gain.low > 0) == sure
-
-
-def test_without_a_better_schedule_the_gain_is_zero() -> None:
-    assert demo.gain_of(demo.rounds(steps({0: [10.0] * 5}, 5), 0, 5)) == (0.0, 0.0, 0.0)
+    assert demo.gain_of(demo.rounds(steps({0: [10.0] * 5}, 5), 0, 5)) == (0.0, 0.0, 0.0), "without a better schedule"

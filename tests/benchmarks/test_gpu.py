@@ -39,9 +39,6 @@ def problem(devices: int, stages: int, copy_ms: float = 4.0, microbatches: int =
     return pipeline(devices, microbatches, 2**20, placed, p2p_ms=p2p_ms, transfer_mode="full_duplex")
 
 
-# Schedules
-
-
 @pytest.mark.parametrize(("devices", "warm_up"), [(1, [3]), (4, [3, 2, 1, 0])])
 def test_half_of_long_lived_activations_is_offloaded_at_no_cost_if_the_link_keeps_up(
     devices: int, warm_up: list[int]
@@ -58,9 +55,6 @@ def test_half_of_long_lived_activations_is_offloaded_at_no_cost_if_the_link_keep
     assert share_offloaded(alone(problem(1, 4))) == 1.0
 
 
-# Stand-ins for the neighbours
-
-
 def test_emulated_messages_arrive_when_the_timeline_says() -> None:
     given = problem(3, 3, microbatches=2)
     schedule = kept(given, [2, 1, 0])
@@ -72,9 +66,6 @@ def test_emulated_messages_arrive_when_the_timeline_says() -> None:
     assert first[Message(Kind.B, 0, 0)] == 52.0, "three forwards there, two backwards back, four messages"
 
 
-# All of it
-
-
 @pytest.fixture(scope="module")
 def measured() -> Iterator[tuple[runs.GpuSetup, runs.GpuMeasurements]]:
     setup = runs.GpuSetup(torch.device("cpu"), gpt.Size(32, 1, 3, 64, 1), stages=3, emulated=1, microbatches=3)
@@ -83,9 +74,7 @@ def measured() -> Iterator[tuple[runs.GpuSetup, runs.GpuMeasurements]]:
         yield setup, runs.measure(setup)
 
 
-def test_on_cpu_only_figures_of_cuda_are_not_measured(
-    measured: tuple[runs.GpuSetup, runs.GpuMeasurements],
-) -> None:
+def test_on_cpu_only_figures_of_cuda_are_not_measured(measured: tuple[runs.GpuSetup, runs.GpuMeasurements]) -> None:
     judged = report.judge(*measured)
     assert {row.what for row in judged.rows if row.passed is None} == ON_CUDA
     assert {row.what for row in judged.rows if row.passed} >= CERTAIN
@@ -104,28 +93,25 @@ def test_every_op_ran_once_a_step_and_held_no_more_than_certified(
         assert len(steps.reports) == runs.STEPS
 
 
-def test_memory_of_the_cuda_allocator_is_judged(measured: tuple[runs.GpuSetup, runs.GpuMeasurements]) -> None:
+@pytest.mark.parametrize(
+    ("above", "retries", "verdicts"),
+    [
+        (0.04, 0, ["pass", "pass", "pass", "pass"]),
+        (0.06, 0, ["pass", "FAIL", "pass", "pass"]),
+        (0.0, 1, ["pass", "pass", "FAIL", "pass"]),
+    ],
+)
+def test_memory_of_the_cuda_allocator_is_judged(
+    above: float, retries: int, verdicts: list[str], measured: tuple[runs.GpuSetup, runs.GpuMeasurements]
+) -> None:
     _, found = measured
     keeps, halves = found.inside
-
-    def with_allocated(extra: int, retries: int) -> runs.GpuMeasurements:
-        step = keeps.reports[0]
-        trace = tuple(time._replace(allocated_bytes=1000 + time.certified_bytes + extra) for time in step.trace)
-        steps = replace(
-            keeps,
-            reports=[replace(step, trace=trace)],
-            base_bytes=1000,
-            allocations=Counter(num_alloc_retries=retries),
-        )
-        return replace(found, inside=(steps, halves))
-
-    def verdicts(extra: int, retries: int) -> list[str]:
-        return [row.verdict for row in report._memory(with_allocated(extra, retries), cuda=True)]
-
-    peak = keeps.certified_bytes
-    assert verdicts(int(0.04 * peak), 0) == ["pass"] * 4
-    assert verdicts(int(0.06 * peak), 0) == ["pass", "FAIL", "pass", "pass"]
-    assert verdicts(0, 1) == ["pass", "pass", "FAIL", "pass"]
+    step, base = keeps.reports[0], 1000 + int(above * keeps.certified_bytes)
+    trace = tuple(time._replace(allocated_bytes=base + time.certified_bytes) for time in step.trace)
+    allocations = Counter(num_alloc_retries=retries)
+    steps = replace(keeps, reports=[replace(step, trace=trace)], base_bytes=1000, allocations=allocations)
+    judged = report._memory(replace(found, inside=(steps, halves)), cuda=True)
+    assert [row.verdict for row in judged] == verdicts
 
 
 @pytest.mark.parametrize("given", ["8", "many"])

@@ -8,22 +8,16 @@ from pathlib import Path
 
 from support.oracles.enumeration import problem_of, stage
 
-from optpipe import Problem
-
 ROOT = Path(__file__).parents[2]
 COLUMNS = ("solver", "variables", "rows", "nonzeros", "seconds", "ms", "bound", "gap")
-
-
-def save(problem: Problem, path: Path) -> Path:
-    path.write_text(problem.model_dump_json(exclude_none=True))
-    return path
 
 
 def test_every_switch_has_its_row(tmp_path: Path) -> None:
     """In a process of its own: highspy cannot be loaded beside ortools, which other tests use. Times are far too short
     for a proof."""
     stages = [stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(3)]
-    path = save(problem_of(stages, [15] * 3, 5), tmp_path / "problem.json")
+    path = tmp_path / "problem.json"
+    problem_of(stages, [15] * 3, 5).save(path)
     command = [sys.executable, "-m", "benchmarks", "milp", path, "--time-limit", "0.1"]
     _, *lines = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=ROOT).stdout.splitlines()
     assert {line[:6].strip() for line in lines} == {"2x4"}  # there are 5 micro-batches only
@@ -46,6 +40,6 @@ def test_a_problem_from_which_nothing_can_be_cut_is_refused(bench, tmp_path: Pat
         ({"routes": [[0]]}, "a problem without either was expected"),
         ({}, "2 × 4 at least were expected"),
     ):
-        save(problem_of([stage(0, (1, 1, 1), 1)], [9], 4, **more), path)
+        problem_of([stage(0, (1, 1, 1), 1)], [9], 4, **more).save(path)
         assert message in bench("milp", path).err
     assert "solver = 'foo': auto, highs, gurobi, pulp or one of PuLP's" in bench("milp", path, "--solver", "foo").err

@@ -10,16 +10,15 @@ import pytest
 from benchmarks import solver
 from benchmarks.pareto import verdicts
 from benchmarks.random_problems import KINDS, random_problem
-from benchmarks.solver import EACH, comparison, gaps_by_kind
-from optpipe import Problem, Result, Schedule
+from benchmarks.solver import EACH, comparison
+from optpipe import Problem, Result
 from optpipe.comparison import Comparison, Row
-from optpipe.options import CompareOptions, Placements, SearchOptions
+from optpipe.options import CompareOptions, SearchOptions
 from optpipe_solver import systems
 from optpipe_solver.bounds.least_memory import infeasibility
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 FASTLINK = EXAMPLES / "fastlink-4x8.json"
-HEURISTIC = ("--method", "adaoffload", "--time-limit", "200")  # which ends on its own
 
 
 def test_random_problems_have_schedules_and_are_always_the_same():
@@ -30,26 +29,13 @@ def test_random_problems_have_schedules_and_are_always_the_same():
     assert [random_problem(number).sha256 for number in range(11)] == [each.sha256 for each in problems[:11]]
 
 
-def test_gaps_are_told_by_kind_and_of_all():
-    gaps = [("few-16x48-10", 0.2), ("stays-2x5-0", 0.0), ("few-16x20-21", 0.1), ("parts-2x3-3", None)]
-    lines = gaps_by_kind([{"problem": name, "gap": gap} for name, gap in gaps]).splitlines()
-    assert [line.split() for line in lines[1:]] == [
-        ["few", "2", "0", "15.0%", "20.0%"],
-        ["stays", "1", "1", "0.0%", "0.0%"],
-        ["all", "3", "1", "10.0%", "20.0%"],
-    ]
-
-
 def test_searches_are_compared_with_the_first():
-    figures = [
-        ("auto", "a", 0.1, 100.0),
-        ("auto", "b", None, None),
-        ("auto", "c", 0.0, 50.0),
-        ("lns", "a", 0.0, 90.0),
-        ("lns", "b", 0.5, 80.0),
-        ("lns", "c", 0.2, 55.0),
+    figures = {"auto": [(0.1, 100.0), (None, None), (0.0, 50.0)], "lns": [(0.0, 90.0), (0.5, 80.0), (0.2, 55.0)]}
+    rows = [
+        {"search": search, "sha256": "abc"[n], "gap": gap, "best_ms": ms}
+        for search, each in figures.items()
+        for n, (gap, ms) in enumerate(each)
     ]
-    rows = [dict(zip(("search", "sha256", "gap", "best_ms"), each, strict=True)) for each in figures]
     assert [line.split() for line in comparison(rows).splitlines()[1:]] == [
         ["auto", "2", "1", "5.0%", "100.00%", "0", "0.00%"],
         ["lns", "2", "1", "10.0%", "100.00%", "1", "10.00%"],
@@ -99,22 +85,6 @@ def test_a_mistake_is_one_sentence_before_the_first_search(words, told, bench, m
     assert told in err
 
 
-def test_what_is_kept_is_not_searched_again(bench, monkeypatch: pytest.MonkeyPatch, tmp_path):
-    names = ("figure4-4x6", "vshape-4x8")
-    words = (
-        "solver",
-        *(EXAMPLES / f"{name}.json" for name in names),
-        "--time-limit",
-        9,
-        "--results",
-        tmp_path / "kept",
-    )
-    out = bench(*words).out
-    assert [line.split()[0] for line in out.splitlines()[1:]] == list(names)
-    monkeypatch.setattr(solver, "solve", None)
-    assert bench(*words).out == out
-
-
 def test_first_schedules_are_valid(bench):
     out = bench("first", "--devices", 4, "--microbatches", 8).out
     assert "adaoffload" in out
@@ -133,20 +103,14 @@ def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(bench, tmp_path):
     assert all(text in drawn for text in ("po-h: ", '"OptPipe, any stages"', "0.5 M: 10 GB"))
 
 
-def row(method: str, schedule: Schedule, placements: Placements = "all", reason: str | None = None) -> Row:
-    return Row(method, placements, Result.from_schedule(schedule, SearchOptions()), reason)
-
-
-def compared(problem: Problem, *rows: Row) -> Comparison:
-    return Comparison.from_rows(problem, CompareOptions(), rows)
-
-
 def test_being_behind_is_reported():
     problem = Problem.load(FASTLINK)
     late, soon = (systems.generate(name, problem, "all") for name in ("gpipe", "zb-h2"))
-    first, second = verdicts(
-        "1 M", compared(problem, row("auto", late, "all"), row("auto", late, "keep"), row("zb-h2", soon))
-    )
+    rows = [
+        Row(method, placements, Result.from_schedule(schedule, SearchOptions()), None)
+        for method, placements, schedule in (("auto", "all", late), ("auto", "keep", late), ("zb-h2", "all", soon))
+    ]
+    first, second = verdicts("1 M", Comparison.from_rows(problem, CompareOptions(), rows))
     assert first.solver_is_behind
     assert second.solver_is_behind
     lengths = f"{late.makespan_ms:g} ms against {soon.makespan_ms:g} ms by zb-h2"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import problems
 from support.examples import examples
-from support.problems import strategies
+from support.problems import parsed, strategies
 
 from optpipe import (
     InputError,
@@ -28,17 +28,11 @@ from optpipe import (
 from optpipe.formats import export
 
 TWO = problems.pipeline(2, 2, 100, problems.stage(offload=(1, 1, 9)), overlap_factor=0.8)
-
-
 COMPUTE = re.compile(r"(\d+)([FIB])(\d+)")
 
 
-def schedule(problem: Problem, *programs: str) -> Schedule:
-    return Schedule.parse(problem, [program.split() for program in programs])
-
-
-SPLIT = schedule(TWO, "0F0 0F1 0B0 0W0 0BW1", "1F0 1B0 1F1 1B1 1W0 1W1")
-OFFLOADED = schedule(TWO, "0F0 0O0 0D0 0F1 0BW1 0R0 0BW0", "1F0 1F1 1BW1 1BW0")
+SPLIT = parsed(TWO, "0F0 0F1 0B0 0W0 0BW1", "1F0 1B0 1F1 1B1 1W0 1W1")
+OFFLOADED = parsed(TWO, "0F0 0O0 0D0 0F1 0BW1 0R0 0BW0", "1F0 1F1 1BW1 1BW0")
 
 
 def test_messages_stand_behind_the_op_that_sends_them() -> None:
@@ -50,7 +44,7 @@ def test_messages_stand_behind_the_op_that_sends_them() -> None:
 
 def test_a_pair_and_neighbours_on_one_device() -> None:
     v = problems.pipeline(2, 2, 100, [problems.stage(device=d) for d in (0, 1, 1, 0)], overlap_factor=0.8)
-    paired = schedule(v, "0F0 0F1 3F0 3BW0 3F1 3BW1 0BW0 0BW1", "1F0 2F0 1F1 2F1+2BW0 1BW0 2BW1 1BW1")
+    paired = parsed(v, "0F0 0F1 3F0 3BW0 3F1 3BW1 0BW0 0BW1", "1F0 2F0 1F1 2F1+2BW0 1BW0 2BW1 1BW1")
     rows = export_schedule(paired, "torch-comms").splitlines()
     assert "(2F1;2B0)OVERLAP_F_B,2SEND_F1,1B0,1SEND_B0" in rows[1]
     assert not re.search("1SEND_F|2RECV_F|2SEND_B|1RECV_B", rows[1])
@@ -93,7 +87,7 @@ def other_end(action: str, problem: Problem) -> tuple[int, str] | None:
 
 def test_a_send_is_waited_for_behind_the_op_that_consumes_it() -> None:
     two = problems.pipeline(2, 2, 100, problems.stage((1, 1, 1)))
-    one_f_one_b = Schedule.parse(two, [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
+    one_f_one_b = parsed(two, "0F0 0F1 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")
     assert export_schedule(one_f_one_b, "torch-comms-waits") == (
         "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,0WAIT_SEND_F1,0RECV_B1,0B1,"
         "0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n"
@@ -152,42 +146,41 @@ def imported(text: str, problem: Problem, name: str = "rows.csv") -> Schedule:
 
 
 def test_what_the_rows_cannot_say_is_refused_with_the_op() -> None:
-    with pytest.raises(InputError, match=r"^0O0 in the program of device 0: .* no action for O; --without-offload"):
-        export_schedule(OFFLOADED, "torch-csv")
     recomputing = problems.pipeline(1, 1, 100, problems.stage(recompute=(1, 1)))
     with pytest.raises(InputError, match=r"^0C0 in the program of device 0: .* no action for C$"):
-        export_schedule(schedule(recomputing, "0F0 0C0 0BW0"), "torch-comms", without_offload=True)
+        export_schedule(parsed(recomputing, "0F0 0C0 0BW0"), "torch-comms", without_offload=True)
     two_ways = problems.pipeline(2, 2, 100, problems.stage(), routes=[[0, 1], [1, 0]], microbatch_routes=[0, 1])
-    with pytest.raises(InputError, match=r"^routes: one is \[1, 0\]"):
-        export_schedule(schedule(two_ways, "", ""), "torch-csv")
     idle = problems.pipeline(2, 1, 100, [problems.stage(device=1)])
-    with pytest.raises(InputError, match=r"^device 0 has no stage"):
-        export_schedule(schedule(idle, "", "0F0 0BW0"), "torch-csv")
-    with pytest.raises(ScheduleError, match="stage 0, micro-batch 1 has no backward"):
-        export_schedule(schedule(TWO, "0F0 0F1 0BW0", "1F0 1F1 1BW0 1BW1"), "torch-csv")
-    with pytest.raises(InputError, match=r"^to = 'torch_csv': one of torch-csv, torch-comms, .* is expected; did"):
-        export_schedule(SPLIT, "torch_csv")
+    for schedule, to, message in (
+        (OFFLOADED, "torch-csv", r"^0O0 in the program of device 0: .* no action for O; --without-offload"),
+        (parsed(two_ways, "", ""), "torch-csv", r"^routes: one is \[1, 0\]"),
+        (parsed(idle, "", "0F0 0BW0"), "torch-csv", "^device 0 has no stage"),
+        (parsed(TWO, "0F0 0F1 0BW0", "1F0 1F1 1BW0 1BW1"), "torch-csv", "stage 0, micro-batch 1 has no backward"),
+        (SPLIT, "torch_csv", r"^to = 'torch_csv': one of torch-csv, torch-comms, .* is expected; did"),
+    ):
+        with pytest.raises((InputError, ScheduleError), match=message):
+            export_schedule(schedule, to)
 
 
 def test_only_equal_micro_batches_change_names_for_the_losses_of_torch() -> None:
     swapped = "0F1 0F0 0F2 0BW1 0BW0 0BW2"
     alike = problems.pipeline(1, 3, 100, problems.stage() | {"forward_ms": [1.0, 1.0, 2.0]})
-    assert export_schedule(schedule(alike, swapped), "torch-csv").strip() == "0F0,0F1,0F2,0B0,0B1,0B2"
+    assert export_schedule(parsed(alike, swapped), "torch-csv").strip() == "0F0,0F1,0F2,0B0,0B1,0B2"
     differing = problems.pipeline(1, 3, 100, problems.stage() | {"activation_bytes": [10, 20, 10]})
     with pytest.raises(InputError, match=r"^stage 0 computes micro-batch 1 where PyTorch finds the loss of 0, and"):
-        export_schedule(schedule(differing, swapped), "torch-csv")
+        export_schedule(parsed(differing, swapped), "torch-csv")
 
 
 def test_a_schedule_that_does_not_fit_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """Whether it lost its offloads, or never fitted."""
     tight = problems.pipeline(1, 2, 12, problems.stage(offload=(1, 1, 9)))
-    offloads = schedule(tight, "0F0 0O0 0D0 0F1 0BW1 0R0 0BW0")
+    offloads = parsed(tight, "0F0 0O0 0D0 0F1 0BW1 0R0 0BW0")
     made = export(offloads, "torch-csv", without_offload=True)
     assert made.costs == ("device 0: 20 B of activations, 11 B with offload, more than the 12 B it has",)
     assert made.misfits == ("device 0 needs 20 B during 0F1 and has 12 B",)
     for to in ("torch-csv", "torch-comms", "megatron", "primus", "json"):
         caplog.clear()
-        export_schedule(schedule(tight, "0F0 0F1 0BW0 0BW1" if to != "megatron" else "0F0 0BW0 0F1 0BW1"), to)
+        export_schedule(parsed(tight, "0F0 0F1 0BW0 0BW1" if to != "megatron" else "0F0 0BW0 0F1 0BW1"), to)
         assert ("does not fit" in caplog.text) == (to != "megatron"), to
     assert export(offloads, "json").misfits == export(offloads, "json").costs == ()
     left = leave_out_offload(OFFLOADED)
@@ -199,7 +192,7 @@ def test_primus_offloads_as_soon_as_it_can() -> None:
     """What waits for its offload here is on the host at once there: two at a time, and the host has room for one."""
     costs = problems.stage(offload=(1, 1, 9))
     problem = problems.pipeline(1, 2, 30, costs, device={"host_memory_bytes": 9})
-    late = schedule(problem, "0F0 0O0 0D0 0F1 0R0 0BW0 0O1 0D1 0R1 0BW1")
+    late = parsed(problem, "0F0 0O0 0D0 0F1 0R0 0BW0 0O1 0D1 0R1 0BW1")
     assert certify(problem, late).fits
     made = export(late, "primus")
     assert "0F1 0O1" in " ".join(made.schedule.programs[0].texts())

@@ -142,7 +142,7 @@ def test_files_in_a_folder_in_a_list_or_in_one(tmp_path: Path) -> None:
 
 
 V = problems.pipeline(
-    2, 4, 100, [problems.stage((10 + 10 * (s == 3), 10, 10), device=d) for s, d in enumerate((0, 1, 1, 0))]
+    2, 4, 100, [problems.stage((f, 10, 10), device=d) for f, d in ((10, 0), (10, 1), (10, 1), (20, 0))]
 )
 LOOPED = problems.pipeline(2, 4, 100, [problems.stage((10, 10, 10), device=d) for d in (0, 1, 0, 1)])
 
@@ -157,15 +157,45 @@ def test_how_chunks_lie_follows_from_their_times(problem: Any, system: str, shap
     assert any("the looped placement" in sentence for sentence in found.unused) == (shape == "v")
     require_same(problem_from("primus", folder, shape=shape), schedule)
     other = "looped" if shape == "v" else "v"
-    with pytest.raises(
-        InputError, match=f"shape = '{other}': stages .* do not wait for each other.* the shape {shape}"
-    ):
-        problem_from("primus", folder, shape=other)
+    wrong = f"shape = '{other}': stages .* do not wait for each other.* the shape {shape}"
+    for given, message in (other, wrong), ("q", "^shape = 'q': one of looped, v is expected"):
+        with pytest.raises(InputError, match=message):
+            problem_from("primus", folder, shape=given)
 
 
 def test_lists_without_numbers_are_in_megatrons_order(tmp_path: Path) -> None:
     schedule = generate("interleaved", LOOPED)
     require_same(problem_from("primus", recordings.primus_dump(schedule, "tc", tmp_path, numbered=False)), schedule)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda ops: {"fwd_chunk": [2, *ops["fwd_chunk"][1:]]},
+            r"pp_rank_1\.json: .*iteration 0 has fwd of micro-batch .*: 4 and 2 are num",
+        ),
+        (
+            lambda ops: {"bwd_minibatch": [-1, *ops["bwd_minibatch"][1:]]},
+            r"pp_rank_1\.json: .*iteration 0 has bwd of micro-batch -1 and chunk .*: 4 and 2 are num",
+        ),
+        (
+            lambda ops: {"bwd_start": ops["fwd_start"]},
+            r"pp_rank_1\.json: .*iteration 0 has a forward and a backward that run as one",
+        ),
+        (
+            lambda ops: {name: ops[name][:-1] for name in ops if name.startswith("bwd")},
+            "no step is whole: step 0 lacks 1BW3; a whole training step is expected",
+        ),
+    ],
+)
+def test_a_dump_with_wrong_ops_is_refused(spoil: Callable[[Any], dict[str, Any]], message: str, tmp_path: Path) -> None:
+    path = recordings.primus_dump(generate("interleaved", LOOPED), "t", tmp_path) / "pp_rank_1.json"
+    content = json.loads(path.read_text())
+    content["0"] |= spoil(content["0"])
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=message):
+        problem_from("primus", tmp_path)
 
 
 def renumbered(text: str, number: Callable[[int, int], int]) -> str:
@@ -230,6 +260,21 @@ def test_a_split_backward_in_the_letters_of_torch(tmp_path: Path) -> None:
         of_torch(events, tmp_path)
 
 
+def test_of_a_gpu_ranges_on_its_main_stream_count_and_on_a_cpu_an_op_begins_with_its_first_operator(
+    tmp_path: Path,
+) -> None:
+    """As torch writes them: the host's range ends early, and a second stream has a part of the work."""
+    host = [event("PP:0F0", 0, 10, HOST), event("PP:0B0", 20, 10, HOST), event("PP:0UNSHARD", 0, 9, HOST)]
+    device = [event("PP:0F0", 5, 1000, DEVICE), event("PP:0B0", 1005, 3000, DEVICE)]
+    found = of_torch([[*host, *device, event("PP:0F0", 3, 30, DEVICE, tid=20)]], tmp_path)
+    assert (found.stages[0][Kind.F].ms, found.stages[0][Kind.BW].ms) == (1.0, 3.0)
+    assert not any("host" in sentence for sentence in found.unknown)
+    ranges = [event("PP:0F0", 0, 5000, HOST), event("PP:0B0", 5000, 3000, HOST)]
+    found = of_torch([[*ranges, *(event("aten::mm", ts, 9, "cpu_op") for ts in (4000, 5000))]], tmp_path)
+    assert found.stages[0][Kind.F].ms == 1.0
+    assert found.unknown[0] == "times of a device: these are the host's"
+
+
 @pytest.mark.parametrize("cat", [DEVICE, "cpu_op"])
 def test_a_b_that_runs_nothing_takes_no_time(cat: str, tmp_path: Path) -> None:
     """As on a first stage, whose W does all; the host has a range of it, in which it waits for the message."""
@@ -248,14 +293,9 @@ PAIR = "PP:(0F1;0B0)OVERLAP_F_B"
 
 def test_a_pair_on_a_host_is_divided_where_its_backward_begins(tmp_path: Path) -> None:
     ranges = [event("PP:0F0", 0, 1000, HOST), event(PAIR, 1000, 5000, HOST), event("PP:0B1", 6000, 3000, HOST)]
-    operators = [
-        ("aten::mm", 0, 1000),
-        ("aten::mm", 2000, 1000),
-        ("autograd::engine::evaluate_function: A", 3500, 2500),
-    ]
-    autograd = event("autograd::engine::evaluate_function: A", 6000, 3000, "cpu_op")
-    events = [*ranges, *(event(*each, "cpu_op") for each in operators), autograd]
-    found = of_torch([events], tmp_path)
+    forward, backward = "aten::mm", "autograd::engine::evaluate_function: A"
+    operators = [(forward, 0, 1000), (forward, 2000, 1000), (backward, 3500, 2500), (backward, 6000, 3000)]
+    found = of_torch([[*ranges, *(event(*each, "cpu_op") for each in operators)]], tmp_path)
     assert found.schedule is not None
     assert found.schedule.programs[0].texts() == ["0F0", "0F1", "0BW0", "0BW1"]
     assert (found.stages[0][Kind.F].ms, found.stages[0][Kind.BW].ms) == (1.0, 2.75)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from itertools import combinations
 
 import pytest
 from support import problems
+from support.problems import parsed
 from support.problems.units import units
 
 from optpipe import InputError, Schedule, export_schedule
@@ -68,29 +69,23 @@ LAYERED = problems.pipeline(2, 2, 100, problems.stage((9, 9, 9)), layers=[EMBEDD
         (generate("zb-h1", units(4, 8)), "device 3 has 3B0 where Megatron's 1F1B has 3BW0" + OURS),
         (generate("gpipe", units(2, 4)), "device 1 has 1F1 where Megatron's 1F1B has 1BW0" + OURS),
         (
-            Schedule.parse(OFFLOADED, [["0F0", "0O0", "0D0", "0R0", "0BW0"]]),
+            parsed(OFFLOADED, "0F0 0O0 0D0 0R0 0BW0"),
             "device 0 has 0O0 where Megatron's 1F1B has 0BW0; --without-offload (in Python without_offload=True) "
             "leaves offloads out" + OURS,
         ),
-        (
-            generate("zb-v", units(2, 4, v=2, shape="v")),
-            "stages[2].device = 1: Megatron has stage 2 on rank 0" + OURS,
-        ),
+        (generate("zb-v", units(2, 4, v=2, shape="v")), "stages[2].device = 1: Megatron has stage 2 on rank 0" + OURS),
         (
             generate("interleaved", units(4, 3, v=2)),
             "microbatches = 3: with 2 chunks a rank Megatron needs at least 4" + OURS,
         ),
-        (
-            generate("1f1b", LAYERED),
-            "stages[0] does not consist of layers 0 and on of the problem: leave layers out",
-        ),
+        (generate("1f1b", LAYERED), "stages[0] does not consist of layers 0 and on of the problem: leave layers out"),
     ],
 )
 def test_another_order_or_placement_is_refused_and_what_differs_is_named(schedule: Schedule, said: str) -> None:
     assert refusal(schedule) == said
 
 
-WITH_OFFLOAD = problems.pipeline(2, 1, 100, problems.stage(offload=(1, 1, 9)))
+SWAPPED = "0F1 0F0 0BW1 0BW0"
 GOLDEN = """{
 "format": "optpipe.primus/1",
 "pp_size": 2,
@@ -110,23 +105,19 @@ GOLDEN = """{
 """
 
 
-def schedule(problem: Any, *programs: str) -> Schedule:
-    return Schedule.parse(problem, [program.split() for program in programs])
-
-
 def texts(exported: str) -> list[str]:
     """Each rank's nodes as Primus prints them."""
     return [" ".join(f"({name}|{j}|{chunk})" for name, j, chunk, _ in row) for row in json.loads(exported)["table"]]
 
 
-def test_the_form() -> None:
-    found = schedule(WITH_OFFLOAD, "0F0 0O0 0D0 0R0 0BW0", "1F0 1B0 1W0")
-    assert export_schedule(found, "primus") == GOLDEN
+def test_the_form_of_tables_for_primus() -> None:
+    with_offload = problems.pipeline(2, 1, 100, problems.stage(offload=(1, 1, 9)))
+    assert export_schedule(parsed(with_offload, "0F0 0O0 0D0 0R0 0BW0", "1F0 1B0 1W0"), "primus") == GOLDEN
 
 
 def test_chunks_in_a_v_hand_messages_to_each_other_on_one_rank() -> None:
     v = problems.pipeline(2, 1, 100, [problems.stage(device=d) for d in (0, 1, 1, 0)])
-    document = export_schedule(schedule(v, "0F0 3F0 3BW0 0BW0", "1F0 2F0 2BW0 1BW0"), "primus")
+    document = export_schedule(parsed(v, "0F0 3F0 3BW0 0BW0", "1F0 2F0 2BW0 1BW0"), "primus")
     assert texts(document) == [
         "(F|0|0) (SF|0|0) (RF|0|1) (F|0|1) (BW|0|1) (SB|0|1) (RB|0|0) (BW|0|0)",
         "(RF|0|0) (F|0|0) (SF|0|0) (RF|0|1) (F|0|1) (SF|0|1) (RB|0|1) (BW|0|1) (SB|0|1) (RB|0|0) (BW|0|0) (SB|0|0)",
@@ -142,36 +133,43 @@ def test_chunks_in_a_v_hand_messages_to_each_other_on_one_rank() -> None:
 @pytest.mark.parametrize(("method", "chunks"), [("zb-h1", 1), ("interleaved", 2)])
 def test_any_two_ranks_have_their_messages_in_one_order(method: str, chunks: int) -> None:
     table = json.loads(export_schedule(generate(method, units(4, 8, v=chunks)), "primus"))["table"]
-    for a in range(4):
-        for b in range(a):
-            ordered = [
-                [args["time_step"] for *_, args in row if args and {a, b} == {args["from_pp_rank"], args["to_pp_rank"]}]
-                for row in (table[a], table[b])
-            ]
-            assert ordered[0] == ordered[1]
-            assert ordered[0] == sorted(set(ordered[0]))
+    for a, b in combinations(range(4), 2):
+        first, second = (
+            [args["time_step"] for *_, args in row if args and {a, b} == {args["from_pp_rank"], args["to_pp_rank"]}]
+            for row in (table[a], table[b])
+        )
+        assert first == second == sorted(set(first))
 
 
 def test_what_it_has_no_node_for_is_refused() -> None:
-    problem = problems.pipeline(1, 1, 100, problems.stage(recompute=(1, 9)))
-    sentence = "0C0 in the program of device 0: Primus has nodes for F, B, W, BW, O, D and R, each alone"
-    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
-        export_schedule(schedule(problem, "0F0 0C0 0BW0"), "primus")
+    recomputing = problems.pipeline(1, 1, 100, problems.stage(recompute=(1, 9)))
     parted = problems.pipeline(1, 1, 100, problems.stage(offload=(1, 1, 9), offload_parts=2))
-    with pytest.raises(InputError, match=r"^0O0 .*: Primus offloads in one part, stage 0 has offload_parts = 2; "):
-        export_schedule(schedule(parted, "0F0 0O0 0D0 0R0 0BW0"), "primus")
     uneven = problems.pipeline(2, 1, 100, [problems.stage(device=d) for d in (0, 1, 1)])
-    with pytest.raises(InputError, match=r"^device 1 has 2 stages, device 0 has 1: in Primus all ranks have as many$"):
-        export_schedule(schedule(uneven, "0F0 0BW0", "1F0 2F0 2BW0 1BW0"), "primus")
+    differing = problems.pipeline(1, 2, 100, problems.stage() | {"forward_ms": [1.0, 2.0]})
+    two = problems.pipeline(2, 2, 100, problems.stage())
+    for schedule, sentence in (
+        (
+            parsed(recomputing, "0F0 0C0 0BW0"),
+            "0C0 in the program of device 0: Primus has nodes for F, B, W, BW, O, D and R, each alone$",
+        ),
+        (
+            parsed(parted, "0F0 0O0 0D0 0R0 0BW0"),
+            "0O0 .*: Primus offloads in one part, stage 0 has offload_parts = 2; ",
+        ),
+        (
+            parsed(uneven, "0F0 0BW0", "1F0 2F0 2BW0 1BW0"),
+            "device 1 has 2 stages, device 0 has 1: in Primus all ranks have as many$",
+        ),
+        (parsed(differing, SWAPPED), "stage 0 computes micro-batch 1 where Primus takes the data of 0, and"),
+        (
+            parsed(two, "0F0 0F1 0BW1 0BW0", "1F1 1F0 1BW1 1BW0"),
+            "stage 1 computes micro-batch 1 before 0, stage 0 after it: in Primus",
+        ),
+    ):
+        with pytest.raises(InputError, match=f"^{sentence}"):
+            export_schedule(schedule, "primus")
 
 
 def test_each_forward_takes_the_next_batch_of_the_data() -> None:
-    swapped = "0F1 0F0 0BW1 0BW0"
     alike = problems.pipeline(1, 2, 100, problems.stage())
-    assert texts(export_schedule(schedule(alike, swapped), "primus")) == ["(F|0|0) (F|1|0) (BW|0|0) (BW|1|0)"]
-    differing = problems.pipeline(1, 2, 100, problems.stage() | {"forward_ms": [1.0, 2.0]})
-    with pytest.raises(InputError, match=r"^stage 0 computes micro-batch 1 where Primus takes the data of 0, and"):
-        export_schedule(schedule(differing, swapped), "primus")
-    two = problems.pipeline(2, 2, 100, problems.stage())
-    with pytest.raises(InputError, match=r"^stage 1 computes micro-batch 1 before 0, stage 0 after it: in Primus"):
-        export_schedule(schedule(two, "0F0 0F1 0BW1 0BW0", "1F1 1F0 1BW1 1BW0"), "primus")
+    assert texts(export_schedule(parsed(alike, SWAPPED), "primus")) == ["(F|0|0) (F|1|0) (BW|0|0) (BW|1|0)"]

@@ -15,22 +15,10 @@ def note(
     peak_share: float | None = None,
     step_share: float | None = None,
 ) -> None:
-    """A row, if `OPTPIPE_STACKS_TABLE` names a file for them.
+    """A row, if `OPTPIPE_STACKS_TABLE` names a file: a method, how many processes ran it, by which export or function.
 
-    Parameters
-    ----------
-    schedule
-        The method's name.
-    ranks
-        How many processes ran it.
-    form
-        The form of export, or the function that ran it.
-    loss_difference
-        The largest difference of a loss from what was to be.
-    peak_share
-        The largest peak of a rank over what the schedule's certificate says.
-    step_share
-        The time of a step over what was predicted.
+    `loss_difference` is the largest of a loss from what was to be, `peak_share` the largest peak of a rank over its
+    certificate, `step_share` the time of a step over what was predicted.
     """
     if file := os.environ.get("OPTPIPE_STACKS_TABLE"):
         row = {"schedule": schedule, "ranks": ranks, "form": form, "loss": loss_difference, "peak": peak_share}

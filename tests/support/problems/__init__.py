@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
 
 GROUPS = {
     "offload": ("offload_ms", "reload_ms", "offload_bytes"),
@@ -16,17 +17,10 @@ GROUPS = {
 
 
 def stage(times: Sequence[float] = (1, 1, 1), sizes: Sequence[int] = (10, 4), **more: Any) -> dict[str, Any]:
-    """The fields of a stage.
+    """The fields of a stage: ms of F, B and W; bytes of the activation, and of what stays saved for W; and `more`.
 
-    Parameters
-    ----------
-    times
-        Of F, B and W, in ms.
-    sizes
-        Bytes of the activation, and of what stays saved for W.
-    more
-        Further fields, or whole groups of them: `offload=(ms out, ms back, bytes)`, `recompute=(ms, checkpoint bytes)`,
-        `evict=(ms out, ms back, bytes)`, `update=(ms out, ms, ms in)`.
+    Groups of fields are `offload=(ms out, ms back, bytes)`, `recompute=(ms, checkpoint bytes)`,
+    `evict=(ms out, ms back, bytes)` and `update=(ms out, ms, ms in)`.
     """
     fields = dict(zip(("forward_ms", "backward_input_ms", "backward_weight_ms"), map(float, times), strict=True))
     fields |= dict(zip(("activation_bytes", "saved_for_weight_bytes"), sizes, strict=True))
@@ -43,16 +37,10 @@ def pipeline(
     stages: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     **fields: Any,
 ) -> Problem:
-    """A problem of one stage a device, or of the stages given, which then name their devices.
+    """A problem with so many bytes of memory on every device or on each.
 
-    Parameters
-    ----------
-    memory
-        The activation budget in bytes, of every device or of each.
-    stages
-        One `stage` for all devices, or a list; in a list of `devices` stages each is on its own device by default.
-    fields
-        Of the problem, such as `p2p_ms=1.0`; `device={...}` are further fields of every device.
+    `stages` is one `stage` for all devices, or a list, in which stage s is on device s unless it says another. `fields`
+    are the problem's, such as `p2p_ms=1.0`; `device={...}` are further fields of every device.
     """
     device = fields.pop("device", {})
     budgets = [memory] * devices if isinstance(memory, int) else list(memory)
@@ -64,6 +52,11 @@ def pipeline(
         **fields,
     }
     return Problem.from_dict(content)
+
+
+def parsed(problem: Problem, *programs: str, **fields: Any) -> Schedule:
+    """The schedule of these programs: `parsed(problem, "0F0 0BW0", "1F0 1BW0")`."""
+    return Schedule.parse(problem, [program.split() for program in programs], **fields)
 
 
 def with_budgets(problem: Problem, memory: int | Sequence[int]) -> Problem:

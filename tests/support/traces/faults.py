@@ -61,9 +61,8 @@ def recorded(job: Job) -> Recording:
     if job.fault == "order":  # one micro-batch at a time
         each = [(kind, j) for j in range(job.microbatches) for kind in (Kind.F, Kind.BW)]
         order = [[Op(kind, d, j) for kind, j in each] for d in range(job.devices)]
-    schedule = Schedule(
-        pipeline(job.devices, job.microbatches, 10**9, stage()), tuple(map(Program.from_items, order)), {}
-    )
+    problem = pipeline(job.devices, job.microbatches, 10**9, stage())
+    schedule = Schedule(problem, tuple(map(Program.from_items, order)))
     ops = []
     for step in range(job.steps):
         for replica in range(job.replicas):

@@ -29,13 +29,8 @@ def ran(schedule: Schedule, plan: str, ahead: float = 0.0) -> Iterator[Ran]:
     when half of its time was over. The clock of each device is `ahead` of that of the one before, in ms."""
     timeline = schedule.timeline
     for step, letter in enumerate(plan):
-        for (kind, stage, j, *_), start, end, d in zip(
-            timeline.table.tolist(),
-            timeline.start.tolist(),
-            timeline.end.tolist(),
-            timeline.device.tolist(),
-            strict=True,
-        ):
+        columns = (timeline.table, timeline.start, timeline.end, timeline.device)
+        for (kind, stage, j, *_), start, end, d in zip(*(each.tolist() for each in columns), strict=True):
             over = end > schedule.makespan_ms / 2
             if (letter == "e" and kind != Kind.F) or (letter == "c" and over):
                 continue

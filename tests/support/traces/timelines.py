@@ -31,7 +31,7 @@ def posed(step: int, replica: int, chunks: int = 1) -> Problem:
 
 
 def ran(step: int, replica: int) -> Schedule:
-    return Schedule.parse(posed(step, replica), [program.split() for program in ORDERS[replica]])
+    return problems.parsed(posed(step, replica), *ORDERS[replica])
 
 
 def timeline() -> list[dict[str, Any]]:
@@ -55,15 +55,9 @@ def ops(schedule: Schedule, pid: int, step: int, begin_us: float) -> Iterator[di
     for (kind, stage, j, *_), start, end in zip(
         table.table.tolist(), table.start.tolist(), table.end.tolist(), strict=True
     ):
-        yield {
-            "name": NAMES[Kind(kind)],
-            "ph": "X",
-            "pid": pid,
-            "tid": 10 * (stage % 2),
-            "ts": begin_us + 1e3 * start,
-            "dur": 1e3 * (end - start),
-            "args": {"step": step, "model_chunk": stage // 2, "mb_id": j, "seq_id": j},
-        }
+        times = {"ts": begin_us + 1e3 * start, "dur": 1e3 * (end - start)}
+        args = {"step": step, "model_chunk": stage // 2, "mb_id": j, "seq_id": j}
+        yield {"name": NAMES[Kind(kind)], "ph": "X", "pid": pid, "tid": 10 * (stage % 2), **times, "args": args}
 
 
 def saved(content: Any, folder: Path) -> Path:
