@@ -100,11 +100,8 @@ def test_bytes_sum_up(name, pp, chunks, shape):
 
 
 def test_experts_are_divided_among_their_ranks_and_are_not_in_every_layer():
-    shape = Transformer.from_dict(
-        GPT.model_dump()
-        | {"experts": 8, "experts_per_token": 2, "expert_ffn": 512, "expert_every": 2, "dense_layers": 2},
-        "shape",
-    )
+    experts = {"experts": 8, "experts_per_token": 2, "expert_ffn": 512, "expert_every": 2, "dense_layers": 2}
+    shape = GPT.model_copy(update=experts)
     one, four = made(shape, {"dp": 4}), made(shape, {"dp": 4, "ep": 4})
     assert [piece.kind for piece in one.pieces] == ["embedding", "dense", "dense", "dense", "expert", "head"]
     assert four.pieces[4].expert_weights == one.pieces[4].expert_weights / 4
@@ -176,19 +173,17 @@ def test_tokens_for_experts_on_other_nodes_leave_by_the_card_of_their_gpu():
 
 def test_weights_are_gathered_once_for_a_backward_that_recomputes():
     """Zero 3 adds two gathers and, in W, a reduction, whatever is recomputed."""
-    added = [
-        made(division={"dp": 8, "zero": 3}, recompute=each).device_times[0].ms
-        - made(division={"dp": 8}, recompute=each).device_times[0].ms
+    (whole, plain), (whole_again, plain_again) = (
+        [made(division={"dp": 8, "zero": zero}, recompute=each).device_times[0].ms for zero in (3, 0)]
         for each in ("none", "full")
-    ]
-    assert added[1] == pytest.approx(added[0])
+    )
+    assert whole_again - plain_again == pytest.approx(whole - plain)
 
 
 @given(st.integers(64, 8192), st.integers(64, 8192), st.integers(16, 8192))
 def test_small_matmuls_reach_less_of_the_gpu(rows, columns, depth):
     """At `matmul_depth` half of the fraction; never less time than their bytes take."""
-    e = made()
-    clock, gpu = e.clock, e.gpu
+    clock, gpu = made().clock, GPUS["H100"]
     ms = clock.matmul_ms(Matmul(rows, columns, depth))
     reached = 2e3 * rows * columns * depth / ms / gpu.flops["bf16"]
     assert reached <= gpu.matmul_fraction * depth / (depth + gpu.matmul_depth) * (1 + 1e-9)

@@ -169,6 +169,9 @@ def test_what_was_not_measured_or_explained_is_said(tmp_path: Path) -> None:
     path = tmp_path / "ops.csv"
     path.write_text("stage,op,microbatch,duration_ms\n0,F,0,1\n0,BW,0,2\n")
     assert any("that was not measured" in each for each in diagnose(path, time_limit_s=0.0).runs.assumed)
+    path.write_text("stage,op,microbatch,duration_ms\n0,F,0,0\n0,BW,0,0\n")
+    with pytest.raises(InputError, match="a step takes 0 ms"):
+        diagnose(path, time_limit_s=0.0)
     path.write_text("stage,op,microbatch,start_ms,end_ms\n0,F,0,0,1\n0,F,1,1,2\n0,BW,0,2,3\n0,BW,1,9,10\n")
     (doubt,) = diagnose(path, time_limit_s=0.0).causes
     assert doubt == "what a replay does not explain: 60.0% of a step, so the other figures are in doubt"
