@@ -33,15 +33,10 @@ print(value, found, int(waits), int(waits_for_compiler(["__main__:outer"])))
 def run(folder: Path, **environment: str) -> list[int]:
     """What `outer(1)` is in a new process, how often it was found on disk, and whether it waited for a compiler
     before and after."""
-    done = subprocess.run(
-        [sys.executable, folder / "caller.py"],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"}
-        | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    path = os.pathsep.join([str(folder), *sys.path])
+    own = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | environment
+    command = [sys.executable, folder / "caller.py"]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
     return [int(word) for word in done.stdout.split()]
 
 

@@ -101,30 +101,14 @@ def test_host_memory_is_held_until_the_backward():
 ONE = pipeline(1, 1, 100, stage(recompute=(1, 3), offload=(1, 1, 5), offload_parts=2))
 
 
-def test_every_kind_has_its_rule():
-    assert set(TABLE) == set(Kind)
-
-
-def test_parts_add_up_and_transfers_move_them():
-    assert Effects(ONE).parts.tolist() == [[[2, 3]]]
-    compiled = Schedule.parse(ONE, [["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]]).compiled
-    assert compiled.effects.takes_on_host.tolist()[1:3] == Effects(ONE).parts[0, 0].tolist()
-
-
 def test_levels_say_what_an_activation_holds_op_by_op():
     effects = Effects(ONE)
-    assert effects.holdings(0, 0, Kind.F, Kind.B, Kind.W) == [
-        Holding(Kind.F, False, 10),
-        Holding(Kind.B, True, 4),
-        Holding(Kind.W, True, 0),
-    ]
-    assert effects.holdings(0, 0, Kind.F, Kind.BW) == [Holding(Kind.F, False, 10), Holding(Kind.BW, True, 0)]
-    assert effects.holdings(0, 0, Kind.F, Kind.C, Kind.BW, level=0) == [
-        Holding(Kind.F, False, 10),
-        Holding(Kind.F, True, 3),
-        Holding(Kind.C, False, 10),
-        Holding(Kind.BW, True, 0),
-    ]
+    forward, fused = Holding(Kind.F, False, 10), Holding(Kind.BW, True, 0)
+    split = [forward, Holding(Kind.B, True, 4), Holding(Kind.W, True, 0)]
+    assert effects.holdings(0, 0, Kind.F, Kind.B, Kind.W) == split
+    assert effects.holdings(0, 0, Kind.F, Kind.BW) == [forward, fused]
+    again = [forward, Holding(Kind.F, True, 3), Holding(Kind.C, False, 10), fused]
+    assert effects.holdings(0, 0, Kind.F, Kind.C, Kind.BW, level=0) == again
 
 
 def test_a_changed_rule_changes_certificate_levels_and_picture(monkeypatch):

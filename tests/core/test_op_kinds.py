@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.problems import pipeline, stage
+from support.problems import parsed, pipeline, stage
 from support.problems.chain import chain
 
 from optpipe import (
@@ -52,11 +52,8 @@ def updating(count: int = 2, m: int = 1, **fields: Any) -> Problem:
 
 
 LEVELS, PAIR, UPDATING = with_levels([CHEAP, FULL]), pair(), updating()
-ABLE_PAIR = pair(first=stage(TIMES, evict=(1, 3, 8), offload=(1, 1, 8), recompute=(1, 1)))
-
-
-def parse(problem: Problem, *programs: str) -> Schedule:
-    return Schedule.parse(problem, [program.split() for program in programs])
+ONE_OF_THEM = "0E0: an activation is offloaded, evicted or recomputed, one of them"
+ABLE = pair(first=stage(TIMES, evict=(1, 3, 8), offload=(1, 1, 8), recompute=(1, 1)))
 
 
 @pytest.mark.parametrize(
@@ -86,13 +83,13 @@ def test_the_pair_of_fields_is_the_one_level_case() -> None:
     assert one.stages[0].all_levels == pair.stages[0].all_levels
     assert "levels" not in pair.to_json()
     assert Problem.from_json(one.to_json()) == one
-    lengths = {parse(problem, "0F0 0F1 0C0 0BW0 0C1 0BW1").makespan_ms for problem in (one, pair)}
+    lengths = {parsed(problem, "0F0 0F1 0C0 0BW0 0C1 0BW1").makespan_ms for problem in (one, pair)}
     assert lengths == {3 + 3 + 2 * (3 + 5)}
 
 
 def test_a_level_has_its_own_time_checkpoint_and_offload() -> None:
     problem = with_levels([CHEAP | {"recompute_ms": [0.5, 0.25]}, FULL])
-    schedule = parse(problem, "0F0 0O0 0F1 0D0 0C1.1 0BW1 0R0 0C0 0BW0")
+    schedule = parsed(problem, "0F0 0O0 0F1 0D0 0C1.1 0BW1 0R0 0C0 0BW0")
     assert check(problem, schedule) == []
     starts = dict(zip(schedule.programs[0].ops(), simulate(problem, schedule).start.tolist(), strict=True))
     # F1 ends at 6, C1 and BW1 at 14; then the checkpoint comes back for 2 ms, and C0 takes half a ms.
@@ -104,14 +101,14 @@ def test_a_level_has_its_own_time_checkpoint_and_offload() -> None:
 
 
 def test_a_schedule_takes_the_last_level_where_there_are_fewer() -> None:
-    repaired = repair(with_levels([CHEAP]), parse(LEVELS, "0F0 0C0.1 0BW0 0F1 0BW1"))
+    repaired = repair(with_levels([CHEAP]), parsed(LEVELS, "0F0 0C0.1 0BW0 0F1 0BW1"))
     assert repaired is not None
     assert repaired.programs[0].texts() == ["0F0", "0C0", "0BW0", "0F1", "0BW1"]
 
 
 def test_an_offload_goes_where_memory_suffices_to_the_byte_without_it():
     problem = chain(memory=2)
-    away = parse(problem, "0F0 0O0 0D0 0F1 0R0 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")
+    away = parsed(problem, "0F0 0O0 0D0 0F1 0R0 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")
     assert prune(away).programs[0].texts() == ["0F0", "0F1", "0BW0", "0BW1"]
     less = problem.devices[0].model_copy(update={"activation_budget_bytes": 1999})
     tight = Schedule(problem.replace(devices=[less, problem.devices[1]]), away.programs)
@@ -120,14 +117,14 @@ def test_an_offload_goes_where_memory_suffices_to_the_byte_without_it():
 
 def test_a_part_stays_where_memory_suffices_for_it_alone():
     problem = pipeline(1, 2, 16, stage(offload=(1, 1, 8), offload_parts=2))
-    away = parse(problem, "0F0 0O0 0O0.1 0D0 0D0.1 0F1 0BW1 0R0 0R0.1 0BW0")
+    away = parsed(problem, "0F0 0O0 0O0.1 0D0 0D0.1 0F1 0BW1 0R0 0R0.1 0BW0")
     moved = [op for op in prune(away).programs[0].ops() if op.kind in (Kind.O, Kind.D, Kind.R)]
     assert [op.kind for op in moved] == [Kind.O, Kind.D, Kind.R]
     assert len({op.part for op in moved}) == 1
 
 
 def test_a_deadlock_over_an_accept_is_shown():
-    stuck = parse(PAIR, FIRST, "1F0 1BW0 1F1 1BW1 0A0 0V0")
+    stuck = parsed(PAIR, FIRST, "1F0 1BW0 1F1 1BW1 0A0 0V0")
     with pytest.raises(DeadlockError, match="0A0") as caught:
         simulate(PAIR, stuck)
     assert Op(Kind.E, 0, 0) in caught.value.cycle
@@ -137,7 +134,7 @@ def test_a_deadlock_over_an_accept_is_shown():
 def test_a_device_that_only_accepts_has_no_span():
     problem = pair(m=1)
     problem = problem.replace(stages=problem.stages[:1])
-    schedule = parse(problem, "0F0 0E0 0D0 0L0 0BW0", "0A0 0V0")
+    schedule = parsed(problem, "0F0 0E0 0D0 0L0 0BW0", "0A0 0V0")
     assert check(problem, schedule) == []
     assert schedule.span_ms == schedule.makespan_ms == 2 + 1 + 3 + 3
     assert len(schedule.timeline.busy_ms()) == 1
@@ -153,12 +150,12 @@ def test_a_stage_evicts_only_where_its_device_has_a_peer():
 
 def test_a_shared_link_orders_the_transfers_of_optimizers_too():
     problem = pipeline(2, 1, 100, stage(TIMES, update=(4, 6, 3)), device={"link": "pcie0"})
-    programs = [["0P0", "0F0", "0BW0", "0G0", "0U0"], ["1P0", "1F0", "1BW0", "1G0", "1U0"]]
-    schedule = Schedule.parse(problem, programs, {"pcie0": ["1P0", "0P0", "1G0", "0G0"]})
+    programs = "0P0 0F0 0BW0 0G0 0U0", "1P0 1F0 1BW0 1G0 1U0"
+    schedule = parsed(problem, *programs, links={"pcie0": ["1P0", "0P0", "1G0", "0G0"]})
     assert check(problem, schedule) == []
     assert schedule.timeline.start[:2].tolist() == [3.0, 6.0]
     assert [op.kind for op in ScheduleFile.from_schedule(schedule).ops].count("U") == 2
-    assert "4 transfers on it" in check(problem, Schedule.parse(problem, programs, {"pcie0": ["1P0"]}))[0]
+    assert "4 transfers on it" in check(problem, parsed(problem, *programs, links={"pcie0": ["1P0"]}))[0]
 
 
 @pytest.mark.parametrize(
@@ -171,86 +168,63 @@ def test_a_shared_link_orders_the_transfers_of_optimizers_too():
     ],
 )
 def test_parameters_and_updates_run_beside_compute(problem: Problem, program: str, op: str, start: float):
-    schedule = parse(problem, program)
+    schedule = parsed(problem, program)
     assert check(problem, schedule) == []
     assert schedule.timeline.start[program.split().index(op)] == start
 
 
 @pytest.mark.parametrize(
-    ("problem", "first", "second", "message"),
+    ("problem", "programs", "message"),
     [
-        (LEVELS, "0F0 0C0.2 0BW0 0F1 0BW1", None, "0C0.2 in the program of device 0: the stage has fewer levels"),
-        (LEVELS, "0F0 0C0 0C0.1 0BW0 0F1 0BW1", None, "0C0 stands 2 times"),
-        (LEVELS, "0F0 0O0 0D0 0C0 0R0 0BW0 0F1 0BW1", None, "0R0 stands after 0C0"),
+        (LEVELS, ("0F0 0C0.2 0BW0 0F1 0BW1",), "0C0.2 in the program of device 0: the stage has fewer levels"),
+        (LEVELS, ("0F0 0C0 0C0.1 0BW0 0F1 0BW1",), "0C0 stands 2 times"),
+        (LEVELS, ("0F0 0O0 0D0 0C0 0R0 0BW0 0F1 0BW1",), "0R0 stands after 0C0"),
         (
             LEVELS,
-            "0F0 0O0 0D0 0R0 0C0.1 0BW0 0F1 0BW1",
-            None,
+            ("0F0 0O0 0D0 0R0 0C0.1 0BW0 0F1 0BW1",),
             "0O0 in the program of device 0: an activation is offloaded or recomputed, not both, where its level has "
             "no offload_ms",
         ),
+        (LEVELS, ("0F0 0O0 0D0 0R0 0BW0 0F1 0BW1",), "0O0 in the program of device 0: the stage has no offload_ms"),
+        (ABLE, (FIRST.replace("0D0 ", ""), SECOND), "0E0 has no 0D0: its device copy is never let go"),
+        (ABLE, (FIRST.replace("0L0 ", ""), SECOND), "0E0 has no 0L0: the backward misses its bytes"),
+        (ABLE, (FIRST, SECOND.replace("0A0 ", "")), "0E0 has no 0A0: nothing makes room for it on the peer"),
+        (ABLE, (FIRST, SECOND.replace("0V0 ", "")), "0A0 has no 0V0: its room is never let go"),
+        (ABLE, ("0F0 0F1 0BW0 0BW1", SECOND), "0A0 has no 0E0: nothing is evicted"),
+        (ABLE, ("0F0 0F1 0BW0 0BW1", SECOND), "0V0 has no 0E0: nothing is evicted"),
+        (ABLE, (FIRST.replace("0E0 ", ""), SECOND), "0L0 has no 0E0: nothing is evicted"),
+        (ABLE, (FIRST.replace("0E0 ", ""), SECOND), "0D0 has no 0O0 or 0E0: nothing has left"),
+        (ABLE, (FIRST.replace("0E0", "0E0 0E0"), SECOND), "0E0 stands 2 times"),
+        (ABLE, (FIRST.replace("0L0 0BW0", "0BW0 0L0"), SECOND), "0L0 stands after 0BW0"),
+        (ABLE, (FIRST.replace("0E0 0D0", "0D0 0E0"), SECOND), "0E0 stands after 0D0"),
+        (ABLE, (FIRST.replace("0D0 0F1 0L0", "0L0 0F1 0D0"), SECOND), "0D0 stands after 0L0"),
+        (ABLE, (FIRST.replace("0F0 0E0", "0E0 0F0"), SECOND), "0F0 stands after 0E0"),
+        (ABLE, (FIRST, "0V0 1F0 1BW0 1F1 1BW1 0A0"), "0A0 stands after 0V0"),
+        (ABLE, (FIRST.replace("0F1 0L0", "0C0 0F1 0L0"), SECOND), ONE_OF_THEM),
+        (ABLE, (FIRST.replace("0F1", "0O0 0R0 0F1"), SECOND), ONE_OF_THEM),
         (
-            LEVELS,
-            "0F0 0O0 0D0 0R0 0BW0 0F1 0BW1",
-            None,
-            "0O0 in the program of device 0: the stage has no offload_ms",
-        ),
-        (ABLE_PAIR, FIRST.replace("0D0 ", ""), SECOND, "0E0 has no 0D0: its device copy is never let go"),
-        (ABLE_PAIR, FIRST.replace("0L0 ", ""), SECOND, "0E0 has no 0L0: the backward misses its bytes"),
-        (ABLE_PAIR, FIRST, SECOND.replace("0A0 ", ""), "0E0 has no 0A0: nothing makes room for it on the peer"),
-        (ABLE_PAIR, FIRST, SECOND.replace("0V0 ", ""), "0A0 has no 0V0: its room is never let go"),
-        (ABLE_PAIR, "0F0 0F1 0BW0 0BW1", SECOND, "0A0 has no 0E0: nothing is evicted"),
-        (ABLE_PAIR, "0F0 0F1 0BW0 0BW1", SECOND, "0V0 has no 0E0: nothing is evicted"),
-        (ABLE_PAIR, FIRST.replace("0E0 ", ""), SECOND, "0L0 has no 0E0: nothing is evicted"),
-        (ABLE_PAIR, FIRST.replace("0E0 ", ""), SECOND, "0D0 has no 0O0 or 0E0: nothing has left"),
-        (ABLE_PAIR, FIRST.replace("0E0", "0E0 0E0"), SECOND, "0E0 stands 2 times"),
-        (ABLE_PAIR, FIRST.replace("0L0 0BW0", "0BW0 0L0"), SECOND, "0L0 stands after 0BW0"),
-        (ABLE_PAIR, FIRST.replace("0E0 0D0", "0D0 0E0"), SECOND, "0E0 stands after 0D0"),
-        (ABLE_PAIR, FIRST.replace("0D0 0F1 0L0", "0L0 0F1 0D0"), SECOND, "0D0 stands after 0L0"),
-        (ABLE_PAIR, FIRST.replace("0F0 0E0", "0E0 0F0"), SECOND, "0F0 stands after 0E0"),
-        (ABLE_PAIR, FIRST, "0V0 1F0 1BW0 1F1 1BW1 0A0", "0A0 stands after 0V0"),
-        (
-            ABLE_PAIR,
-            FIRST.replace("0F1 0L0", "0C0 0F1 0L0"),
-            SECOND,
-            "0E0: an activation is offloaded, evicted or recomputed, one of them",
-        ),
-        (
-            ABLE_PAIR,
-            FIRST.replace("0F1", "0O0 0R0 0F1"),
-            SECOND,
-            "0E0: an activation is offloaded, evicted or recomputed, one of them",
-        ),
-        (
-            ABLE_PAIR,
-            "0A0 " + FIRST,
-            SECOND.replace("0A0 ", ""),
+            ABLE,
+            ("0A0 " + FIRST, SECOND.replace("0A0 ", "")),
             "0A0 in the program of device 0: the stage's device has another peer",
         ),
         (
-            ABLE_PAIR,
-            FIRST,
-            SECOND.replace("0A0", "0A0 0E1"),
+            ABLE,
+            (FIRST, SECOND.replace("0A0", "0A0 0E1")),
             "0E1 in the program of device 1: the stage is on another device",
         ),
-        (
-            ABLE_PAIR,
-            FIRST.replace("0F1", "0F1 1A0"),
-            SECOND,
-            "1A0 in the program of device 0: the stage has no evict_ms",
-        ),
-        (UPDATING, "0F0 1F0 1BW0 0BW0 1G0 1U0", None, "1U0 has no 1P0: an optimizer on the host is G, U and P"),
-        (UPDATING, "1P0 0F0 1F0 1BW0 0BW0", None, "1P0 has no 1U0: an optimizer on the host is G, U and P"),
-        (UPDATING, "0F0 1F0 1P0 1BW0 0BW0 1G0 1U0", None, "1P0 stands after 1F0"),
-        (UPDATING, "1P0 0F0 1F0 1G0 1BW0 0BW0 1U0", None, "1BW0 stands after 1G0"),
-        (UPDATING, "1P0 0F0 1F0 1B0 1G0 1W0 0BW0 1U0", None, "1W0 stands after 1G0"),
-        (UPDATING, "1P0 0F0 1F0 1BW0 1U0 0BW0 1G0", None, "1G0 stands after 1U0"),
-        (UPDATING, "1P0 1P0 0F0 1F0 1BW0 1G0 0BW0 1U0", None, "1P0 stands 2 times"),
-        (UPDATING, "2P0 0F0 1F0 1BW0 0BW0", None, "2P0 in the program of device 0: there are 2 stages"),
+        (ABLE, (FIRST.replace("0F1", "0F1 1A0"), SECOND), "1A0 in the program of device 0: the stage has no evict_ms"),
+        (UPDATING, ("0F0 1F0 1BW0 0BW0 1G0 1U0",), "1U0 has no 1P0: an optimizer on the host is G, U and P"),
+        (UPDATING, ("1P0 0F0 1F0 1BW0 0BW0",), "1P0 has no 1U0: an optimizer on the host is G, U and P"),
+        (UPDATING, ("0F0 1F0 1P0 1BW0 0BW0 1G0 1U0",), "1P0 stands after 1F0"),
+        (UPDATING, ("1P0 0F0 1F0 1G0 1BW0 0BW0 1U0",), "1BW0 stands after 1G0"),
+        (UPDATING, ("1P0 0F0 1F0 1B0 1G0 1W0 0BW0 1U0",), "1W0 stands after 1G0"),
+        (UPDATING, ("1P0 0F0 1F0 1BW0 1U0 0BW0 1G0",), "1G0 stands after 1U0"),
+        (UPDATING, ("1P0 1P0 0F0 1F0 1BW0 1G0 0BW0 1U0",), "1P0 stands 2 times"),
+        (UPDATING, ("2P0 0F0 1F0 1BW0 0BW0",), "2P0 in the program of device 0: there are 2 stages"),
     ],
 )
-def test_each_mistake_is_reported(problem: Problem, first: str, second: str | None, message: str):
-    assert message in check(problem, parse(problem, first, *([second] if second else [])))
+def test_each_mistake_is_reported(problem: Problem, programs: tuple[str, ...], message: str):
+    assert message in check(problem, parsed(problem, *programs))
 
 
 @pytest.mark.parametrize(
@@ -267,4 +241,4 @@ def test_each_mistake_is_reported(problem: Problem, first: str, second: str | No
 )
 def test_simulate_refuses_what_it_cannot_time(problem: Problem, programs: tuple[str, ...], message: str):
     with pytest.raises(ScheduleError, match=message):
-        simulate(problem, parse(problem, *programs))
+        simulate(problem, parsed(problem, *programs))

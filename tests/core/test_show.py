@@ -100,10 +100,7 @@ def test_as_few_ops_as_possible_are_called_moved():
     other = Schedule.parse(problem, [["0F0", "0BW0", "0F1", "0F2", "0O1", "0D1", "0B2", "0W2", "0R1", "0BW1"]])
     assert marked(one, one) == {}
     assert marked(one, other) == {"0BW0": "MOVED", "0BW2": "ONLY_HERE"}
-    assert marked(other, one) == {
-        "0BW0": "MOVED",
-        **dict.fromkeys(("0O1", "0R1", "0B2", "0W2"), "ONLY_HERE"),
-    }
+    assert marked(other, one) == {"0BW0": "MOVED", **dict.fromkeys(("0O1", "0R1", "0B2", "0W2"), "ONLY_HERE")}
 
 
 @given(st.data())

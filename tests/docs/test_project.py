@@ -1,7 +1,9 @@
-"""What stands in several files agrees: the version, the lowest versions, the Pythons, the workflows' commands."""
+"""What stands in several files agrees: the version, the lowest versions, the Pythons, the workflows' commands, names of
+slow tests."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.slow import KEPT, PATTERNS
 
 import optpipe
 
@@ -62,3 +65,11 @@ def test_every_python_that_is_named_is_tested() -> None:
     jobs = read(ROOT / ".github" / "workflows" / "test.yml")["jobs"]
     assert jobs["pinned"]["strategy"]["matrix"]["python"] == named
     assert PROJECT["requires-python"] == f">={named[0]}"
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, *KEPT])
+def test_a_pattern_of_slow_tests_names_some(pattern: str) -> None:
+    path, _, name = pattern.partition("::")
+    place = ROOT / "tests" / path.rstrip("*")
+    assert place.exists()
+    assert not name or fnmatch.filter(re.findall(r"def (test_\w+)", place.read_text(encoding="utf-8")), name)
