@@ -17,6 +17,7 @@ from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
 from support.patience import hold_timers
 from support.problems import pipeline, stage
 from support.processes import over
+from support.until import until
 
 from optpipe import Device, InputError, anytime, improve, solve, solvers
 from optpipe.anytime import better_start
@@ -217,9 +218,4 @@ def test_the_solver_dies_with_its_parent(problem, tmp_path):
         pid = int(parent.stdout.readline())
         os.kill(pid, 0)
         parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 40  # well before the solver would end by itself
-    while time.monotonic() < deadline:
-        if over(pid):
-            return
-        time.sleep(0.05)
-    pytest.fail("the solver outlived its parent")
+    until(lambda: over(pid), "the solver ends with its parent", within_s=40)  # well before it would by itself

@@ -8,14 +8,15 @@ import re
 import numpy as np
 import pytest
 from support.browser import Opened, browser
-from support.problems import pipeline, stage
+from support.problems import parsed, pipeline, stage
 from support.problems.units import units
 
 from optpipe import Schedule
-from optpipe.evaluate.causes import Cause, Causes
+from optpipe.evaluate.causes import Causes
 from optpipe.show.figure import OpChange, changes
 from optpipe.show.lanes import blocks
 from optpipe.show.page import plot
+from optpipe_solver.heuristics import generate
 
 __all__ = ["browser"]  # a fixture
 
@@ -25,20 +26,15 @@ BOXES = """(name) => document.querySelector('.plot').data.filter((trace) => trac
 LEFT, RIGHT, TOP = 64, 14, 26  # of the first panel, in pixels (web/layout.js)
 
 
-def offloading():
-    """Two devices, three micro-batches; device 0 waits for offloads, for a reload, and for device 1."""
-    problem = pipeline(2, 3, 30, stage((2, 1, 1), (10, 4), offload=(5, 4, 10)), p2p_ms=0.5, name="two devices")
-    programs = [
-        ["0F0", "0O0", "0D0", "0F1", "0F2", "0R0", "0BW0", "0B1", "0BW2", "0W1"],
-        ["1F0", "1BW0", "1F1", "1BW1", "1F2", "1BW2"],
-    ]
-    return Schedule.parse(problem, programs, method="by hand")
-
-
-def one_by_one(devices, microbatches):
-    problem = units(devices, microbatches)
-    steps = [f"{kind}{j}" for j in range(microbatches) for kind in ("F", "BW")]
-    return Schedule.parse(problem, [[f"{d}{step}" for step in steps] for d in range(devices)])
+# Device 0 waits for offloads, for a reload, and for device 1.
+OFFLOADING = parsed(
+    pipeline(2, 3, 30, stage((2, 1, 1), (10, 4), offload=(5, 4, 10)), p2p_ms=0.5, name="two devices"),
+    "0F0 0O0 0D0 0F1 0F2 0R0 0BW0 0B1 0BW2 0W1",
+    "1F0 1BW0 1F1 1BW1 1F2 1BW2",
+    method="by hand",
+)
+CAUSES = Causes(OFFLOADING.compiled)
+LARGE = generate("naive", units(32, 64))
 
 
 @pytest.fixture(scope="module")
@@ -59,58 +55,51 @@ def opened(browser, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(opened):
-    return opened(offloading(), color_scheme="dark")
+    return opened(OFFLOADING, color_scheme="dark")
 
 
-def point(page, schedule, device, ms, latest=None):
+def point(page, schedule, device, ms):
     """The pixel of a device's compute lane at a time."""
     box = page.page.locator(".plot").bounding_box()
     rows = page.page.evaluate("() => document.querySelector('.plot').layout.yaxis2.domain")
     height = page.page.evaluate("() => document.querySelector('.plot').layout.height - 40")
     row = (rows[1] - rows[0]) * height / len(schedule.programs)
-    share = ms / (latest or schedule.makespan_ms)
-    return box["x"] + LEFT + share * (box["width"] - LEFT - RIGHT), box["y"] + TOP + row * (device + 0.3)
+    return box["x"] + LEFT + ms / schedule.makespan_ms * (box["width"] - LEFT - RIGHT), box["y"] + TOP + row * (
+        device + 0.3
+    )
 
 
 def test_the_bars_are_the_timeline(small):
-    schedule, page = offloading(), small
-    drawn = sorted(tuple(box) for box in page.page.evaluate(BOXES, "ops"))
-    assert drawn == sorted((block.start, block.end, block.device, block.colour) for block in blocks(schedule))
-    gaps = Causes(schedule.compiled).gaps
-    waits = [box for name in ("start", "end", "device", "transfer") for box in page.page.evaluate(BOXES, name)]
+    drawn = sorted(tuple(box) for box in small.page.evaluate(BOXES, "ops"))
+    assert drawn == sorted((block.start, block.end, block.device, block.colour) for block in blocks(OFFLOADING))
+    gaps = CAUSES.gaps
+    waits = [box for name in ("start", "end", "device", "transfer") for box in small.page.evaluate(BOXES, name)]
     expected = zip(gaps.begin_ms.tolist(), gaps.end_ms.tolist(), gaps.device.tolist(), strict=True)
     assert sorted(tuple(box[:3]) for box in waits) == sorted(expected)
-    labels = page.page.evaluate("() => document.querySelector('.plot').data.flatMap((trace) => trace.text || [])")
+    labels = small.page.evaluate("() => document.querySelector('.plot').data.flatMap((trace) => trace.text || [])")
     assert {"F0", "W1", "O0", "R0", "BW2"} <= set(labels)
 
 
 def test_a_click_on_a_gap_tells_the_chain_that_made_it(small):
-    schedule, page = offloading(), small
-    causes = Causes(schedule.compiled)
-    for gap in range(len(causes.gaps)):
-        middle = (causes.gaps.begin_ms[gap] + causes.gaps.end_ms[gap]) / 2
-        page.page.mouse.click(*point(page, schedule, int(causes.gaps.device[gap]), middle))
-        chain = causes.chain(int(causes.gaps.row[gap]), causes.gaps.begin_ms[gap])
-        names = [str(schedule.compiled.rows.op(row)) for row in chain]
-        page.page.wait_for_function(
+    gaps, rows = CAUSES.gaps, OFFLOADING.compiled.rows
+    for gap in range(len(gaps)):
+        middle = (gaps.begin_ms[gap] + gaps.end_ms[gap]) / 2
+        small.page.mouse.click(*point(small, OFFLOADING, int(gaps.device[gap]), middle))
+        names = [str(rows.op(row)) for row in CAUSES.chain(int(gaps.row[gap]), gaps.begin_ms[gap])]
+        small.page.wait_for_function(
             "(names) => { const steps = Array.from(document.querySelectorAll('.chain button'), (b) => b.textContent);"
             "return steps.length === names.length && steps.every((step, i) => step.startsWith(names[i] + ' ')) }",
             arg=names,
         )
-        told = [text for text in page.text("aside ul li") if "could run" in text]
-        ready = causes.ready.row[causes.ready.gap == gap]
-        assert [text.split()[0] for text in told] == [str(schedule.compiled.rows.op(int(row))) for row in ready]
+        told = [text for text in small.text("aside ul li") if "could run" in text]
+        ready = CAUSES.ready.row[CAUSES.ready.gap == gap]
+        assert [text.split()[0] for text in told] == [str(rows.op(int(row))) for row in ready]
 
 
 def test_the_pointer_tells_what_an_op_waited_for_and_what_it_starts(small):
-    schedule, page = offloading(), small
-    causes = Causes(schedule.compiled)
-    row = next(r for r in range(len(causes.row)) if str(schedule.compiled.rows.op(r)) == "1F0")
-    assert causes.why[row] == Cause.ACROSS
-    start, end = schedule.timeline.start[row], schedule.timeline.end[row]
-    page.page.mouse.move(*point(page, schedule, 1, (start + end) / 2))
-    page.page.wait_for_selector(".tip:not([hidden])")
-    assert page.text(".tip div") == [
+    small.page.mouse.move(*point(small, OFFLOADING, 1, 3.5))
+    small.page.wait_for_selector(".tip:not([hidden])")
+    assert small.text(".tip div") == [
         "1F0 on device 1",
         "2.5 – 4.5 ms (2 ms)",
         "1F0 needs the message of 0F0, 0.5 ms after its end on device 0",
@@ -119,13 +108,12 @@ def test_the_pointer_tells_what_an_op_waited_for_and_what_it_starts(small):
 
 
 def test_the_keyboard_reaches_ops_and_gaps(small):
-    page = small
-    page.page.locator(".plot").focus()
-    page.page.keyboard.press("Escape")
+    small.page.locator(".plot").focus()
+    small.page.keyboard.press("Escape")
     titles = []
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowDown", "Escape"):
-        page.page.keyboard.press(key)
-        titles.append(page.text("aside h2")[0])
+        small.page.keyboard.press(key)
+        titles.append(small.text("aside h2")[0])
     assert titles == [
         "0F0 on device 0",
         "Why device 0 waits 5 ms",
@@ -136,9 +124,8 @@ def test_the_keyboard_reaches_ops_and_gaps(small):
 
 
 def test_two_schedules_have_one_time_scale_and_marks_where_they_differ(opened):
-    after = offloading()
-    programs = [["0F0", "0F1", "0BW0", "0F2", "0B1", "0BW2", "0W1"], ["1F0", "1BW0", "1F1", "1F2", "1BW1", "1BW2"]]
-    before = Schedule.parse(after.problem, programs, method="before")
+    after = OFFLOADING
+    before = parsed(after.problem, "0F0 0F1 0BW0 0F2 0B1 0BW2 0W1", "1F0 1BW0 1F1 1F2 1BW1 1BW2", method="before")
     page = opened(after, before)
     range_ = page.page.evaluate("() => document.querySelector('.plot').layout.xaxis.range")
     assert range_ == [0, max(before.makespan_ms, after.makespan_ms)]
@@ -155,15 +142,12 @@ def test_two_schedules_have_one_time_scale_and_marks_where_they_differ(opened):
 
 
 def test_a_large_schedule_is_one_image_until_the_zoom_shows_few_ops(opened):
-    schedule = one_by_one(32, 64)
-    page = opened(schedule)
+    page = opened(LARGE)
     images = "() => document.querySelector('.plot').layout.images.length"
     assert page.page.evaluate(images) == 1
     assert page.page.evaluate(BOXES, "ops") == []
-    row = 7
-    middle = (schedule.timeline.start[row] + schedule.timeline.end[row]) / 2
-    x, y = point(page, schedule, 0, middle)
-    page.page.mouse.click(x, y)
+    middle = (LARGE.timeline.start[7] + LARGE.timeline.end[7]) / 2
+    page.page.mouse.click(*point(page, LARGE, 0, middle))
     page.page.wait_for_function("() => document.querySelector('aside h2').textContent === '0BW3 on device 0'")
     page.page.locator(".plot").focus()
     for _ in range(4):
@@ -173,15 +157,14 @@ def test_a_large_schedule_is_one_image_until_the_zoom_shows_few_ops(opened):
     both = f"() => [document.querySelector('.plot').layout.xaxis.range, ({BOXES})('ops')]"
     (begin, end), boxes = page.page.evaluate(both)
     drawn = sorted(tuple(box[:3]) for box in boxes)
-    assert drawn == sorted((b.start, b.end, b.device) for b in blocks(schedule) if b.end > begin and b.start < end)
+    assert drawn == sorted((b.start, b.end, b.device) for b in blocks(LARGE) if b.end > begin and b.start < end)
 
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&lt;b&gt;"
 
 
 def test_hostile_names_stay_text(opened):
-    schedule = offloading()
-    schedule = Schedule(schedule.problem.replace(name=HOSTILE), schedule.programs, method=f"<b>{HOSTILE}")
+    schedule = Schedule(OFFLOADING.problem.replace(name=HOSTILE), OFFLOADING.programs, method=f"<b>{HOSTILE}")
     page = opened(schedule, schedule)
     assert page.text("h1") == [HOSTILE]
     assert page.page.title() == f"{HOSTILE} · <b>{HOSTILE}"
@@ -191,7 +174,7 @@ def test_hostile_names_stay_text(opened):
 
 
 def test_the_page_may_run_nothing_but_its_own_code():
-    html = plot(offloading()).html
+    html = plot(OFFLOADING).html
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe-inline" not in policy.split("style-src")[0]
@@ -201,7 +184,7 @@ def test_the_page_may_run_nothing_but_its_own_code():
 
 
 def test_a_notebook_shows_the_picture_in_a_frame_of_its_own():
-    frame = plot(offloading())._repr_html_()
+    frame = plot(OFFLOADING)._repr_html_()
     assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert 'sandbox="allow-scripts' in frame
-    assert "64 micro-batches" in one_by_one(64, 64)._repr_html_()
+    assert "64 micro-batches" in LARGE._repr_html_()

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import pipeline, stage
+from support.problems import parsed, pipeline, stage
 from support.problems.strategies import AMPLE, stages
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, check
 from optpipe.anytime import Keeper
-from optpipe.model.placement import Placement, counts_text, even_cuts, rechunk, together
+from optpipe.model.placement import Placement, counts_text, even_cuts, rechunk
 from optpipe.model.records import COMPUTE_MS, UPDATE, StageCosts
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Incumbent, Programs
 from optpipe_solver.heuristics import generate
 
-TIMES = (*COMPUTE_MS, "offload_ms", "reload_ms")
+TIMES = (*COMPUTE_MS, "offload_ms", "reload_ms", "evict_ms", "load_ms", *UPDATE)
 
 
 @st.composite
 def piped(draw: Any, layered: bool | None = None) -> Problem:
     """One route over any devices; with or without layers, as many as four chunks could be made of."""
     devices = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
-    layered = draw(st.booleans()) if layered is None else layered
+    count = draw(st.integers(12, 16)) if (draw(st.booleans()) if layered is None else layered) else 0
     return Problem(
         microbatches=2,
-        devices=[Device(activation_budget_bytes=AMPLE)] * 3,
-        stages=[draw(stages(d)) for d in devices],
-        layers=[StageCosts(**draw(stages(0)).model_dump(exclude={"device"})) for _ in range(draw(st.integers(12, 16)))]
-        if layered
-        else None,
+        devices=[Device(activation_budget_bytes=AMPLE, peer=(d + 1) % 3) for d in range(3)],
+        stages=[draw(stages(d, evicting=True, updating=True)) for d in devices],
+        layers=[draw(stages(0)).model_dump(exclude={"device"}) for _ in range(count)] or None,
     )
 
 
@@ -65,10 +64,14 @@ def test_chunks_lose_no_work_and_no_bytes(problem, chunks, shape):
     for d in range(len(problem.devices)):
         for field in TIMES:
             assert held(placed, d, field) == pytest.approx(held(problem, d, field))
-        for field in ("activation_bytes", "saved_for_weight_bytes", "offload_bytes"):
+        for field in ("activation_bytes", "saved_for_weight_bytes", "offload_bytes", "evict_bytes"):
             assert held(placed, d, field) >= held(problem, d, field)
-        stays = held(placed, d, "activation_bytes") - held(placed, d, "offload_bytes")
-        assert stays >= held(problem, d, "activation_bytes") - held(problem, d, "offload_bytes")
+        for field in ("offload_bytes", "evict_bytes"):
+            after, before = (held(each, d, "activation_bytes") - held(each, d, field) for each in (placed, problem))
+            assert after >= before
+        for can in ("can_offload", "can_evict", "can_update"):
+            after, before = ({getattr(s, can) for s in each.stages if s.device == d} for each in (placed, problem))
+            assert after == ({True in before} if before else set())
         assert held(placed, d, "activation_bytes") - held(problem, d, "activation_bytes") < 2 * chunks
         for name in {level.name for s in problem.stages_on(d) for level in problem.stages[s].all_levels}:
             after, before = ([x for x in each.stages if x.device == d] for each in (placed, problem))
@@ -78,20 +81,6 @@ def test_chunks_lose_no_work_and_no_bytes(problem, chunks, shape):
             assert sum(kept_by(x, name) for x in after) >= least
     if chunks != 3:  # a third is no binary fraction
         assert rechunk(placed, chunks, shape).stages == placed.stages
-
-
-@settings(deadline=None)
-@given(st.lists(stages(0, evicting=True, updating=True), min_size=1, max_size=4), st.integers(1, 4))
-def test_the_pieces_of_a_stage_evict_keep_and_update_no_less_than_the_whole(costs, shares):
-    piece = together(costs, shares)
-    evicting, updating = [each for each in costs if each.can_evict], [each for each in costs if each.can_update]
-    assert (("evict_ms" in piece), ("update_ms" in piece)) == (bool(evicting), bool(updating))
-    if evicting:
-        assert shares * piece["evict_bytes"] >= sum(stage.evict_bytes for stage in evicting)
-        stays = sum(stage.activation_bytes for stage in costs) - sum(stage.evict_bytes for stage in evicting)
-        assert shares * (piece["activation_bytes"] - piece["evict_bytes"]) >= stays
-    for name, able in (("evict_ms", evicting), ("load_ms", evicting), *((name, updating) for name in UPDATE)):
-        assert piece.get(name, 0.0) * shares == pytest.approx(sum(getattr(stage, name) for stage in able))
 
 
 @settings(deadline=None)
@@ -156,22 +145,17 @@ def test_bidirectional_placements_have_one_chunk():
         rechunk(plain(), 2, "bidirectional")
     with pytest.raises(InputError, match=r"^placement: chunks = 0: "):
         rechunk(plain(), 0)
-    document = json.loads(ScheduleFile.from_schedule(replace(both_ways(), placement=None)).to_json())
-    document["placement"] = {"chunks": 3, "shape": "bidirectional"}
+    document = json.loads(ScheduleFile.from_schedule(both_ways()).to_json())
+    document["placement"]["chunks"] = 3
     with pytest.raises(InputError, match=rf"^schedule: placement: chunks = 3: {wrong}"):
         ScheduleFile.from_json(json.dumps(document))
 
 
 def both_ways() -> Schedule:
-    """Micro-batches one after the other over both routes."""
+    """Micro-batches one after the other over both routes: device d has stages d and 7 - d."""
     placement = Placement(chunks=1, shape="bidirectional")
-    problem = placement.apply(plain())
-    programs: list[list[str]] = [[] for _ in problem.devices]
-    for j in range(problem.microbatches):
-        for kind, way in (("F", problem.route(j)), ("BW", problem.route(j)[::-1])):
-            for s in way:
-                programs[problem.stages[s].device].append(f"{s}{kind}{j}")
-    return Schedule.parse(problem, programs, method="both ways", placement=placement)
+    programs = [" ".join(f"{s}F{j} {s}BW{j}" for j, s in enumerate((d, 7 - d) * 2)) for d in range(4)]
+    return parsed(placement.apply(plain()), *programs, method="both ways", placement=placement)
 
 
 def test_a_stage_offloads_what_its_layers_can_offload():
@@ -191,19 +175,14 @@ def test_no_partition_within_memory_has_a_lighter_heaviest_stage(sizes, stages, 
     layers = [layer(float(size), size) for size in sizes]
     found = even_cuts(layers, [memory] * stages)
 
-    def loads(counts: tuple[int, ...]) -> list[int]:
-        ends = [sum(counts[:k]) for k in range(len(counts) + 1)]
-        return [sum(sizes[a:b]) for a, b in pairwise(ends)]
+    def heaviest(ends: Sequence[int]) -> tuple[int, int]:
+        loads = [sum(sizes[a:b]) for a, b in pairwise((0, *ends, len(sizes)))]
+        return max(loads), sum(load**2 for load in loads)
 
-    all_of_them = [
-        tuple(b - a for a, b in pairwise((0, *cuts, len(sizes))))
-        for cuts in combinations(range(1, len(sizes)), stages - 1)
-    ]
-    best = min((max(loads(counts)), sum(load**2 for load in loads(counts))) for counts in all_of_them)
-    assert len(found) == stages
-    assert sum(found) == len(sizes)
+    best = min(map(heaviest, combinations(range(1, len(sizes)), stages - 1)))
+    assert (len(found), sum(found)) == (stages, len(sizes))
     if best[0] <= memory:
-        assert (max(loads(found)), sum(load**2 for load in loads(found))) == best
+        assert heaviest(list(accumulate(found))[:-1]) == best
 
 
 FIVE = plain(layers=[layer(1.0)] * 5)
@@ -288,16 +267,11 @@ def test_check_accepts_the_problem_asked_about_or_the_one_in_the_file(placed, tm
     for name in ("asked.json", "placed.json"):
         check(tmp_path / name, tmp_path / "s.json")
         assert "valid: " in capsys.readouterr().out
-    for name, difference in (
-        ("slower.json", "p2p_ms = 1.0, in the file 0.0"),
-        ("longer.json", "microbatches = 5, in the file 4"),
-    ):
+    told = "placement = 2 chunks a device, V-shaped: does not make the problem in the file of this one: "
+    for name, difference in ("slower", "p2p_ms = 1.0, in the file 0.0"), ("longer", "microbatches = 5, in the file 4"):
         with pytest.raises(SystemExit):
-            check(tmp_path / name, tmp_path / "s.json")
-        told = capsys.readouterr().out.splitlines()[0]
-        assert told.startswith(
-            "placement = 2 chunks a device, V-shaped: does not make the problem in the file of this one: "
-        )
-        assert told.endswith(difference)
+            check(tmp_path / f"{name}.json", tmp_path / "s.json")
+        line = capsys.readouterr().out.splitlines()[0]
+        assert (line[: len(told)], line.endswith(difference)) == (told, True)
     simulate(tmp_path / "slower.json", tmp_path / "s.json")
     assert "makespan" in capsys.readouterr().out
