@@ -1,24 +1,31 @@
-"""The searches of `solver`, `first` and `pareto`, and the random problems."""
+"""The searches of `solver`, `first`, `pareto`, `milp` and `reuse`, and the random problems."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support.oracles import enumeration
+from support.problems import pipeline, stage
 
-from benchmarks import solver
+from benchmarks import reuse, solver
 from benchmarks.pareto import verdicts
 from benchmarks.random_problems import KINDS, random_problem
+from benchmarks.results_file import Results
 from benchmarks.solver import EACH, comparison
-from optpipe import Problem, Result
+from optpipe import Problem, Result, Schedule
 from optpipe.comparison import Comparison, Row
-from optpipe.options import CompareOptions, SearchOptions
+from optpipe.options import CompareOptions, SearchOptions, SolveOptions
+from optpipe.reuse import by_rules
 from optpipe_solver import systems
 from optpipe_solver.bounds.least_memory import infeasibility
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
-FASTLINK = EXAMPLES / "fastlink-4x8.json"
+ROOT = Path(__file__).parents[2]
+FASTLINK = ROOT / "examples" / "problems" / "fastlink-4x8.json"
+COLUMNS = ("solver", "variables", "rows", "nonzeros", "seconds", "ms", "bound", "gap")
 
 
 def test_random_problems_have_schedules_and_are_always_the_same():
@@ -116,3 +123,61 @@ def test_being_behind_is_reported():
     lengths = f"{late.makespan_ms:g} ms against {soon.makespan_ms:g} ms by zb-h2"
     assert first.text == f"1 M, any stages: BEHIND the frontier, {lengths}"
     assert second.text.startswith("1 M, the stages as given: BEHIND ")
+
+
+def test_what_the_cache_has_is_compared_with_searches(bench, tmp_path, monkeypatch):
+    """Searches are among the rules of a list scheduler, in this process."""
+
+    def solve(problem: Problem, warm_start: Schedule | None, **_: object) -> Result:
+        return Result.from_schedule(by_rules(problem, warm_start, "makespan", 1000), SearchOptions(), 1.0)
+
+    monkeypatch.setattr(reuse, "solve", solve)
+    path, results = tmp_path / "problem.json", tmp_path / "results.jsonl"
+    pipeline(2, 4, 2, stage((2, 1, 1), (1, 1)), name="small").save(path)
+    assert bench("reuse", path, "--results", results).code == 0
+    rows = Results(results, "reuse", ("problem", "changed"), SolveOptions()).rows
+    assert [row["changed"] for row in rows] == [each for each in reuse.CHANGES if "links" not in each]
+    assert all(row["loss"] >= 0 and row["lookup_ms"] > 0 for row in rows)
+    words = ("reuse", path, "--changed", "a quarter fewer", "--changed", "half the memory")
+    lines = bench(*words).out.splitlines()
+    assert [line[22:44].strip() for line in lines if line.startswith("small")] == ["half the memory", "a quarter fewer"]
+    told = bench(*words, "--changed", "twice the memory").err
+    assert "--changed = 'twice the memory': unknown; expected one of 'times by a tenth'" in told
+
+
+def test_a_fresh_install_finds_ordinary_problems(bench):
+    out = bench("cache", "--lookups", 3).out
+    assert "3 ordinary problems, first lookup with the pack: " in out
+
+
+def test_every_switch_has_its_row(tmp_path: Path) -> None:
+    """In a process of its own: highspy cannot be loaded beside ortools, which other tests use. Times are far too short
+    for a proof."""
+    stages = [enumeration.stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(3)]
+    path = tmp_path / "problem.json"
+    enumeration.problem_of(stages, [15] * 3, 5).save(path)
+    command = [sys.executable, "-m", "benchmarks", "milp", path, "--time-limit", "0.1"]
+    _, *lines = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=ROOT).stdout.splitlines()
+    assert {line[:6].strip() for line in lines} == {"2x4"}  # there are 5 micro-batches only
+    rows = {line[6:28].strip(): dict(zip(COLUMNS, line[28:].split(), strict=True)) for line in lines}
+    assert len(rows) == 14
+    assert {row["solver"] for row in rows.values()} == {"HiGHS"}
+    for row in rows.values():
+        ms = 123.0 if row["ms"] == "–" else float(row["ms"])
+        assert float(row["bound"]) <= 123.0 <= ms + 1e-4  # the optimum
+    variables = {name: int(row["variables"]) for name, row in rows.items()}
+    for name in ("order of entry", "fixed order", "one variable a pair", "no determined ones", "all"):
+        assert variables[name] < variables["none"]
+    assert int(rows["triangles"]["rows"]) > int(rows["none"]["rows"])
+    assert int(rows["all"]["nonzeros"]) < int(rows["none"]["nonzeros"])
+
+
+def test_a_problem_from_which_nothing_can_be_cut_is_refused(bench, tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    for more, message in (
+        ({"routes": [[0]]}, "a problem without either was expected"),
+        ({}, "2 × 4 at least were expected"),
+    ):
+        enumeration.problem_of([enumeration.stage(0, (1, 1, 1), 1)], [9], 4, **more).save(path)
+        assert message in bench("milp", path).err
+    assert "solver = 'foo': auto, highs, gurobi, pulp or one of PuLP's" in bench("milp", path, "--solver", "foo").err

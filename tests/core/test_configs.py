@@ -41,6 +41,10 @@ GEMMA3_CONFIG: dict[str, Any] = json.loads("""{
         "num_hidden_layers": 62, "num_key_value_heads": 16, "sliding_window": 1024
     }
 }""")
+OPT_CONFIG: dict[str, Any] = json.loads("""{
+    "model_type": "opt", "word_embed_proj_dim": 512, "hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "do_layer_norm_before": false
+}""")
 
 
 @pytest.mark.parametrize(("config", "name"), [(LLAMA_CONFIG, "llama-2-70b"), (LATENT_CONFIG, "deepseek-v3")])
@@ -60,35 +64,23 @@ def test_layers_with_experts_of_a_config():
 @pytest.mark.parametrize(
     ("config", "parameters", "left_out"),
     [
-        pytest.param(STARCODER2_CONFIG, 3_030_371_328, [], id="starcoder2-3b: tied, biased"),
-        pytest.param({"model_type": "cohere", "vocab_size": 256}, 32_885_776_384, [], id="cohere: tied, few norms"),
-        pytest.param(GEMMA3_CONFIG, 27_009_346_304, ["vision_config (siglip)"], id="gemma-3-27b"),
-        pytest.param(
+        (STARCODER2_CONFIG, 3_030_371_328, []),  # 3b: tied, biased
+        ({"model_type": "cohere", "vocab_size": 256}, 32_885_776_384, []),  # tied, few norms
+        (GEMMA3_CONFIG, 27_009_346_304, ["vision_config (siglip)"]),
+        (
             LATENT_CONFIG | {"num_nextn_predict_layers": 1},
             671_026_404_352,
             ["num_nextn_predict_layers = 1 (multi-token prediction)"],
-            id="deepseek-v3",
         ),
-        pytest.param(
-            {"model_type": "opt", "word_embed_proj_dim": 512, "hidden_size": 1024, "ffn_dim": 4096}
-            | {"num_hidden_layers": 24, "num_attention_heads": 16, "do_layer_norm_before": False},
-            331_196_416,
-            [],
-            id="opt-350m: projections, and no norm before the head",
-        ),
-        pytest.param({"model_type": "gpt2"}, 124_439_808, [], id="gpt2"),
-        pytest.param(
+        (OPT_CONFIG, 331_196_416, []),  # 350m: projections, and no norm before the head
+        ({"model_type": "gpt2"}, 124_439_808, []),
+        (
             {"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]},
             124_439_808,
             ["the head of GPT2ForSequenceClassification: that of a causal language model is taken"],
-            id="another head",
         ),
-        pytest.param(
-            {"model_type": "gpt2", "audio_config": {"model_type": "\x1b[31m"}},
-            124_439_808,
-            [r"audio_config (\x1b[31m)"],
-            id="what a terminal would obey",
-        ),
+        # What a terminal would obey.
+        ({"model_type": "gpt2", "audio_config": {"model_type": "\x1b[31m"}}, 124_439_808, [r"audio_config (\x1b[31m)"]),
     ],
 )
 def test_parameters_of_a_config_and_what_is_left_out(config, parameters, left_out):
@@ -121,16 +113,12 @@ def test_layers_with_a_window(config, full):
         assert read(json.dumps(LLAMA_CONFIG | {"model_type": "qwen2"} | unused)).window == 0
 
 
-@pytest.mark.parametrize(
-    ("outer", "tied"),
-    [
-        pytest.param({"model_type": "llava_next", "tie_word_embeddings": False}, False, id="as the outer config says"),
-        pytest.param({"model_type": "internvl"}, True, id="as transformers has it for the outer type"),
-    ],
-)
-def test_the_outer_config_decides_what_is_tied(outer, tied):
-    text = LLAMA_CONFIG | {"num_hidden_layers": 2, "tie_word_embeddings": not tied}
-    assert read(json.dumps(outer | {"text_config": text})).tied == tied
+def test_the_outer_config_decides_what_is_tied():
+    """What it says, or what transformers has for its type."""
+    for outer in ({"model_type": "llava_next", "tie_word_embeddings": False}, {"model_type": "internvl"}):
+        tied = outer.get("tie_word_embeddings", True)
+        text = LLAMA_CONFIG | {"num_hidden_layers": 2, "tie_word_embeddings": not tied}
+        assert read(json.dumps(outer | {"text_config": text})).tied == tied
 
 
 # Types of transformers with a causal language model that are read, each by its defaults.

@@ -1,4 +1,4 @@
-"""What `check` accepts can run and fits; whatever is broken it finds and says in words."""
+"""What `check` accepts can run and fits; whatever is broken it finds and says in words. Texts of ops read back."""
 
 import tracemalloc
 from random import Random
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.problems import pipeline, stage
 from support.problems.strategies import problems_with_schedules
 
-from optpipe import Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
-from optpipe.model.ops import MARKS
+from optpipe import InputError, Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
+from optpipe.model.ops import MARKS, parse_item
 
 
 def rebuilt(problem: Problem, programs: list[list[Op | Pair]], schedule: Schedule) -> Schedule:
@@ -141,3 +141,36 @@ def test_an_empty_schedule_takes_little_memory_however_many_parts_there_could_be
     finally:
         tracemalloc.stop()
     assert peak < 200 * 2**20
+
+
+numbers = st.integers(0, 10**9 - 1)
+compute = st.builds(Op, st.sampled_from([Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C]), numbers, numbers, st.just(0))
+PARTED = [Kind.O, Kind.D, Kind.R]
+parted = st.builds(Op, st.sampled_from(PARTED), numbers, numbers, st.integers(0, 63))
+whole = st.builds(Op, st.sampled_from([kind for kind in Kind if kind not in PARTED]), numbers, numbers, st.just(0))
+items = st.one_of(whole, parted, st.builds(Pair, compute, compute))
+
+
+@given(st.lists(items, max_size=30))
+def test_a_program_reads_back_what_it_prints(listed):
+    program = Program.from_items(listed)
+    assert Program.parse(program.texts()) == program
+    assert list(program) == listed
+    assert program.texts() == [str(item) for item in listed]
+    assert [parse_item(str(item)) for item in listed] == listed
+
+
+WRONG = "F0|0F|0X0|00F1|0F01|-1F0|0F3.1|0E3.1|0f3|0F3 |0F3+|0F3+0B1+0F2|0O1.|٣F0|0F1 0F2"
+
+
+@pytest.mark.parametrize("text", ["", *WRONG.split("|")])
+def test_a_wrong_text_is_refused_and_quoted(text):
+    with pytest.raises(InputError, match=r"op '|program entry"):
+        Program.parse(["0F0", text])
+
+
+def test_the_message_lists_the_kinds_and_part_0_may_be_written():
+    kinds = "F, B, W, BW, C, O, D, R, E, L, A, V"
+    with pytest.raises(InputError, match=rf"op '0X0': expected stage, kind \({kinds}.*\), micro-batch and"):
+        Op.parse("0X0")
+    assert Op.parse("0O3.0") == Op.parse("0O3") == Op(Kind.O, 0, 3, 0)

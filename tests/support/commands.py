@@ -1,28 +1,43 @@
-"""Commands of `optpipe` in this process."""
+"""Commands of `optpipe` and other programs in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from optpipe_cli import main as cli
 
-Run = Callable[..., tuple[int, str, str]]
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+def program(
+    name: str, main: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """A function that runs the program with the words that it is given."""
+
+    def command(*words: object) -> Ended:
+        monkeypatch.setattr("sys.argv", [name, *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), printed.out, printed.err)
+
+    return command
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in a folder of its own, with a cache there; return exit code, stdout and stderr."""
+    """Run a command in a folder of its own, with a cache there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
-
-    def command(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["optpipe", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return command
+    return program("optpipe", cli.main, monkeypatch, capsys)

@@ -26,16 +26,14 @@ def chain(
 
 def gpipe(problem: Problem) -> Schedule:
     """All forwards, then all backwards: needs memory for every micro-batch."""
-    m = range(problem.microbatches)
-    return Schedule.parse(
-        problem, [[f"{s}F{j}" for j in m] + [f"{s}BW{j}" for j in m] for s in range(2)], method="gpipe"
-    )
+    return ordered(problem, [(kind, j) for kind in ("F", "BW") for j in range(problem.microbatches)], "gpipe")
 
 
 def one_by_one(problem: Problem) -> Schedule:
     """One micro-batch at a time: longer, and needs memory for one."""
-    return Schedule.parse(
-        problem,
-        [[f"{s}{kind}{j}" for j in range(problem.microbatches) for kind in ("F", "BW")] for s in range(2)],
-        method="naive",
-    )
+    return ordered(problem, [(kind, j) for j in range(problem.microbatches) for kind in ("F", "BW")], "naive")
+
+
+def ordered(problem: Problem, order: list[tuple[str, int]], method: str) -> Schedule:
+    """Both stages in the same order."""
+    return Schedule.parse(problem, [[f"{s}{kind}{j}" for kind, j in order] for s in range(2)], method=method)

@@ -17,20 +17,14 @@ from support.problems.strategies import differing, problems
 def problems_of_every_sort(draw: st.DrawFn, max_stages: int = 3, max_microbatches: int = 3, **limits: int) -> Problem:
     """As the core's strategy has them, without pairs, with memory and host memory that bind or do not."""
     problem = draw(problems(max_stages=max_stages, max_microbatches=max_microbatches, **limits))
-    problem = problem.model_copy(update={"overlap_factor": None})
-    needs = [0] * len(problem.devices)
-    for s, each in enumerate(problem.stages):
-        needs[each.device] += int(max(problem.costs.activation[s].max(), problem.costs.saved_for_weight[s].max()))
-    devices = tuple(
-        device.model_copy(
-            update={
-                "activation_budget_bytes": need + draw(st.integers(0, 10)),
-                "host_memory_bytes": draw(st.sampled_from([None, 0, need // 2, 2 * need])),
-            }
-        )
-        for device, need in zip(problem.devices, needs, strict=True)
-    )
-    return problem.model_copy(update={"devices": devices})
+    costs = problem.costs
+    needs = np.maximum(costs.activation, costs.saved_for_weight).max(axis=1)
+    devices = []
+    for d, device in enumerate(problem.devices):
+        need = int(needs[costs.device == d].sum())
+        budget, host = need + draw(st.integers(0, 10)), draw(st.sampled_from([None, 0, need // 2, 2 * need]))
+        devices.append(device.model_copy(update={"activation_budget_bytes": budget, "host_memory_bytes": host}))
+    return problem.model_copy(update={"devices": tuple(devices), "overlap_factor": None})
 
 
 @st.composite
@@ -150,15 +144,11 @@ def unequal_and_tiny(draw: st.DrawFn) -> Problem:
     problem = draw(differing(problem))
     costs = problem.costs
     needed = np.maximum(costs.activation, costs.saved_for_weight).max(axis=1)
-    devices = [
-        device.model_copy(
-            update={
-                "activation_budget_bytes": int(needed[costs.device == d].max()) + draw(st.integers(0, 2)),
-                "host_memory_bytes": draw(st.sampled_from((None, None, 1, 2))),
-            }
-        )
-        for d, device in enumerate(problem.devices)
-    ]
+    devices = []
+    for d, device in enumerate(problem.devices):
+        budget = int(needed[costs.device == d].max()) + draw(st.integers(0, 2))
+        host = draw(st.sampled_from((None, None, 1, 2)))
+        devices.append(device.model_copy(update={"activation_budget_bytes": budget, "host_memory_bytes": host}))
     if draw(st.integers(0, 3)):
         problem = lasting(problem)
     return problem.replace(devices=devices, fixed_order=draw(st.sampled_from((False, False, True))))

@@ -165,18 +165,15 @@ def arranged(problem: Problem, pick: Callable[[Sequence[Any]], Any]) -> Schedule
             stage = problem.stages[s]
             ready = [forwards[s]]
             choice = pick(["keep", "offload", "recompute", *(["evict"] if stage.can_evict else [])])
-            if choice == "offload" and stage.can_offload:
-                for part in (part for part in range(stage.offload_parts) if pick([False, True])):
+            level = pick(range(len(stage.all_levels))) if choice == "recompute" and stage.can_recompute else None
+            leaves = choice == "offload" and stage.can_offload if level is None else stage.all_levels[level].can_offload
+            for part in range(stage.offload_parts if leaves else 0):
+                if pick([False, True]):
                     out = add(Op(Kind.O, s, j, part), forwards[s])
                     ready.append(add(Op(Kind.R, s, j, part), add(Op(Kind.D, s, j, part), out)))
-            elif choice == "recompute" and stage.can_recompute:
-                level = pick(range(len(stage.all_levels)))
-                parts = range(stage.offload_parts if stage.all_levels[level].can_offload else 0)
-                for part in (part for part in parts if pick([False, True])):
-                    out = add(Op(Kind.O, s, j, part), forwards[s])
-                    ready.append(add(Op(Kind.R, s, j, part), add(Op(Kind.D, s, j, part), out)))
+            if level is not None:
                 ready.append(add(Op(Kind.C, s, j, level), *ready))
-            elif choice == "evict":
+            if choice == "evict":
                 gone = add(Op(Kind.D, s, j), add(Op(Kind.E, s, j), forwards[s], add(Op(Kind.A, s, j))))
                 ready.append(add(Op(Kind.L, s, j), gone))
                 add(Op(Kind.V, s, j), ready[-1])

@@ -29,9 +29,7 @@ def units(
     stage.
     """
     each = stage(times, (ACTIVATION, held), **costs)
-    row = pipeline(p, m, 10**9, each)
-    order = Placement(chunks=v, shape=shape).order(row)
-    return row.replace(stages=[{"device": d, **each} for d in order])
+    return pipeline(p, m, 10**9, [{"device": d, **each} for d in Placement(chunks=v, shape=shape).along(range(p))])
 
 
 def paired(problem: Problem, evict_ms: float, load_ms: float) -> Problem:
