@@ -45,7 +45,6 @@ def test_the_gain_with_little_memory_is_large_by_prediction() -> None:
     it sleeps, W also needs the gradient that came in, and the input of the first stage is not the pipeline's."""
     task = fidelity.with_little_memory(3)[1]
     times, piece, ranks = task.paced_ms, 2**16, 5
-    assert times is not None
     ms = times.forward + 0.4, times.backward_input + 0.7, times.backward_weight + 0.3
     held, copy_ms = times.saved * piece, times.copy + 0.2
     more = [{"recompute": (times.forward + 0.6, piece if s else 0), "device": s % ranks} for s in range(2 * ranks)]
@@ -54,7 +53,6 @@ def test_the_gain_with_little_memory_is_large_by_prediction() -> None:
     before, after = generate(fidelity.RECOMPUTED, problem), by_rules(problem, None, "makespan", MOST_SIMULATED)
     assert after.makespan_ms <= 0.7 * before.makespan_ms, "by simple rules, before any engine"
     best = fidelity.published(problem).best_published
-    assert best is not None
     assert best.method == fidelity.RECOMPUTED, "no published schedule that fits is shorter"
 
 

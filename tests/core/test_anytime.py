@@ -11,6 +11,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
@@ -40,25 +41,8 @@ def problem():
     return pipeline(2, 3, 10, stage(sizes=(1, 1)))
 
 
-class Kept:
-    """A cache that keeps what it is given, and has what a test puts there; or one that cannot be used."""
-
-    def __init__(self, hit=None, broken=False):
-        self.hit, self.broken, self.added = hit, broken, []
-
-    def lookup(self, problem, objective="makespan"):
-        if self.broken:
-            raise InputError("the cache cannot be used")
-        return self.hit
-
-    def add(self, schedule, status, lower_bound_ms=None, objective="makespan", *, verified=False):
-        if self.broken:
-            raise InputError("the cache cannot be used")
-        self.added.append((schedule.makespan_ms, status, lower_bound_ms))
-
-
 def test_results_get_better_until_proven_and_are_kept_in_the_cache(problem):
-    cache = Kept()
+    cache = Mock(lookup=Mock(return_value=None))
     search = improve(problem, method="good", cache=cache, time_limit_s=LIMIT_S)
     assert (search.best.status, search.best.lower_bound_ms) == ("unknown", None)
     results = list(search)
@@ -67,9 +51,11 @@ def test_results_get_better_until_proven_and_are_kept_in_the_cache(problem):
     assert seen == [("slow", "feasible", slow), ("fast", "feasible", fast), ("fast", "optimal", fast)]
     assert [results[1].gap, results[2].gap] == [pytest.approx(1 - 1.0 / fast), 0.0]
     assert results[-1].schedule.problem == problem
-    assert cache.added == [(slow, "feasible", None), (fast, "feasible", 1.0), (fast, "optimal", fast)]
+    added = [(schedule.makespan_ms, *known) for (schedule, *known, _), _ in cache.add.call_args_list]
+    assert added == [(slow, "feasible", None), (fast, "feasible", 1.0), (fast, "optimal", fast)]
     assert (search.best.status, search.best.lower_bound_ms) == ("optimal", results[-1].lower_bound_ms)
-    last = solve(problem, cache=Kept(broken=True), method="worse", time_limit_s=LIMIT_S)
+    unusable = Mock(side_effect=InputError("the cache cannot be used"))
+    last = solve(problem, cache=Mock(lookup=unusable, add=unusable), method="worse", time_limit_s=LIMIT_S)
     assert (last.method, last.notes[-1]) == ("fast", "the cache cannot be used")
     assert solve(problem, method="echo", warm_start=one_at_a_time(problem), time_limit_s=LIMIT_S).method == "echo"
 
@@ -98,9 +84,10 @@ def test_a_search_that_ends_early_says_why_and_keeps_the_best(problem, monkeypat
 def test_a_proven_schedule_of_the_cache_is_the_answer(problem):
     fast = all_forwards_first(problem)
     proven = SimpleNamespace(schedule=fast, status="optimal", lower_bound_ms=fast.makespan_ms, source="cache")
-    [result] = improve(problem, cache=Kept(proven))  # the scripted solver has no method `auto`
+    cache = Mock(lookup=Mock(return_value=proven))
+    [result] = improve(problem, cache=cache)  # the scripted solver has no method `auto`
     assert (result.status, result.schedule, result.method) == ("optimal", fast, f"{fast.method} (cached)")
-    search = improve(problem, cache=Kept(proven), method="good", time_limit_s=LIMIT_S)
+    search = improve(problem, cache=cache, method="good", time_limit_s=LIMIT_S)
     assert next(search).method == "slow", "a schedule that is asked for by name is made"
     search.cancel()
 

@@ -33,7 +33,6 @@ def test_a_session_is_as_nice_as_its_leader() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     ) as leader:
-        assert leader.stdout is not None
         leader.stdout.readline()
         group_as_nice(leader.pid)
         group = Path(f"/proc/{leader.pid}/autogroup")  # only where the kernel groups sessions

@@ -52,7 +52,6 @@ def require_same(found: Measurements, schedule: Schedule) -> None:
         assert stage.backward_weight_ms == pytest.approx(expected.backward_weight_ms if Kind.W in times else 0)
     assert found.problem.microbatches == schedule.problem.microbatches
     assert found.problem.p2p_ms == pytest.approx(schedule.problem.p2p_ms)
-    assert found.schedule is not None
     assert found.schedule.programs == schedule.programs
     assert (found.replayed_ms, found.measured_ms) == (pytest.approx(schedule.makespan_ms),) * 2
 
@@ -296,7 +295,6 @@ def test_a_pair_on_a_host_is_divided_where_its_backward_begins(tmp_path: Path) -
     forward, backward = "aten::mm", "autograd::engine::evaluate_function: A"
     operators = [(forward, 0, 1000), (forward, 2000, 1000), (backward, 3500, 2500), (backward, 6000, 3000)]
     found = of_torch([[*ranges, *(event(*each, "cpu_op") for each in operators)]], tmp_path)
-    assert found.schedule is not None
     assert found.schedule.programs[0].texts() == ["0F0", "0F1", "0BW0", "0BW1"]
     assert (found.stages[0][Kind.F].ms, found.stages[0][Kind.BW].ms) == (1.0, 2.75)
     for given, message in (

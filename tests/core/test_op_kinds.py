@@ -102,7 +102,6 @@ def test_a_level_has_its_own_time_checkpoint_and_offload() -> None:
 
 def test_a_schedule_takes_the_last_level_where_there_are_fewer() -> None:
     repaired = repair(with_levels([CHEAP]), parsed(LEVELS, "0F0 0C0.1 0BW0 0F1 0BW1"))
-    assert repaired is not None
     assert repaired.programs[0].texts() == ["0F0", "0C0", "0BW0", "0F1", "0BW1"]
 
 

@@ -221,10 +221,7 @@ def deal(problem: Problem, order: list[Op]) -> Schedule:
 def where(problem: Problem, op: Op) -> int:
     """The device whose program has the op."""
     device = problem.stages[op.stage].device
-    if op.kind in (Kind.A, Kind.V):
-        assert problem.devices[device].peer is not None
-        return problem.devices[device].peer
-    return device
+    return problem.devices[device].peer if op.kind in (Kind.A, Kind.V) else device
 
 
 def _may_join(a: Op, b: Op) -> bool:

@@ -35,7 +35,7 @@ class Job(NamedTuple):
 
 
 @st.composite
-def jobs(draw: st.DrawFn, faults: tuple[str, ...] = FAULTS) -> Job:
+def jobs(draw: st.DrawFn) -> Job:
     devices, steps = draw(st.integers(2, 5)), draw(st.integers(6, 9))
     replicas = draw(st.integers(2, 4))
     return Job(
@@ -43,7 +43,7 @@ def jobs(draw: st.DrawFn, faults: tuple[str, ...] = FAULTS) -> Job:
         draw(st.integers(2 * devices, 4 * devices)),
         replicas,
         steps,
-        draw(st.sampled_from(faults)),
+        draw(st.sampled_from(FAULTS)),
         draw(st.floats(1.4, 2.5)),
         draw(st.integers(0, devices - 1)),
         draw(st.integers(0, replicas - 1)),
