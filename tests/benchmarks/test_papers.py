@@ -7,17 +7,10 @@ import math
 import pytest
 
 from benchmarks.papers import costs, figures, published, table1
-from benchmarks.papers.calibration import BASELINES, budget_bytes, iteration_ms, posed, table, where_it_reaches
+from benchmarks.papers.calibration import BASELINES, budget_bytes, posed, table
 from benchmarks.papers.checks import Check
 from benchmarks.problems import offloading
-from benchmarks.scale import is_steady, slope
-
-
-def test_a_size_without_memory_lies_on_the_line_through_two_that_fit():
-    rows = {(row.billions, row.microbatches, row.size): row for row in table()}
-    assert iteration_ms(rows[1.5, 8, 16]) == 1579.51
-    assert iteration_ms(rows[1.5, 8, 24]) == pytest.approx(1579.51 + 8 * (1579.51 - 1475.22) / 8)
-    assert iteration_ms(rows[14.2, 64, 8]) == 5034.34  # the line would fall
+from benchmarks.scale import is_steady
 
 
 def test_a_row_as_a_problem_gives_the_two_columns_again():
@@ -36,11 +29,6 @@ def test_the_budget_agrees_with_most_cells():
     assert budget_bytes([(10, True), (20, True), (30, False)]) == 25
     assert budget_bytes([(10, True), (30, False), (20, False), (40, True)]) == 15  # as good as any, and the lowest
     assert budget_bytes([(10, True), (20, True)]) == 30
-
-
-def test_where_a_function_reaches_a_target():
-    assert where_it_reaches(9.0, lambda x: x * x, 100.0) == pytest.approx(3.0)
-    assert where_it_reaches(1.0, lambda x: 5.0 + x, 100.0) == 0.0
 
 
 def test_one_row_is_solved_once(bench, monkeypatch, tmp_path):
@@ -110,11 +98,6 @@ def test_idle_time_of_two_chunks_is_the_papers_formula():
     """Eq. 4: so many backwards of a chunk, each of two ops."""
     for p in (4, 8, 16):
         assert figures.idle_units(p, 2) == 2 * (p - math.ceil((2 * p - 3) / 6) - 1)
-
-
-def test_a_slope_is_the_power():
-    assert slope([(10, 3 * 10**1.5), (100, 3 * 100**1.5), (1000, 3 * 1000**1.5)]) == pytest.approx(1.5)
-    assert slope([(10, 1)]) is None
 
 
 def test_which_memory_allows_a_steady_state():
