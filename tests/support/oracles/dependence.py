@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 from optpipe.model.ops import Kind, Op
-from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering.plan import UNDER_WAY, Message, Plan
 
 TRANSFERS = {Kind.O, Kind.R, Kind.G, Kind.P, Kind.E, Kind.L, Kind.U}
-BACKWARD = {Kind.B, Kind.BW}
 Graph = dict[Op, set[Op]]  # what each op waits for
 
 
@@ -67,71 +64,12 @@ def _by_messages(plans: Sequence[Plan]) -> Iterator[tuple[Op, Op]]:
 
 
 def _waits(schedule: Schedule) -> Graph:
-    """What each op waits for on its own device, on links, and on the peer."""
-    problem, waits = schedule.problem, defaultdict(set)
-    streams: dict[object, list[Op]] = defaultdict(list)
-    everything = {op for program in schedule.programs for op in program.ops()}
-    reloads, last_of_stage = defaultdict(list), defaultdict(list)
-    for op in everything:
-        if op.kind is Kind.R:
-            reloads[op.stage, op.microbatch].append(op)
-        elif op.kind in (Kind.W, Kind.BW):
-            last_of_stage[op.stage].append(op)
-    for d, program in enumerate(schedule.programs):
-        last: Op | None = None
-        for op in program.ops():
-            waits[op] |= {need for need in _own_needs(op) if need in everything}
-            waits[op].update(reloads[op.stage, op.microbatch] if op.kind in BACKWARD else ())
-            waits[op].update(last_of_stage[op.stage] if op.kind is Kind.G else ())
-            if op.kind not in TRANSFERS:
-                streams["compute", d].append(op)
-                last = op
-            elif last is not None:
-                waits[op].add(last)
-            if op.kind in TRANSFERS and (stream := _stream(problem, d, op)) is not None:
-                streams[stream].append(op)
-    for name, order in schedule.links.items():
-        for op in order.ops():
-            streams["link", name, _way(problem, op)].append(op)
-    for ops in streams.values():
-        for before, later in pairwise(ops):
-            waits[later].add(before)
-    return waits
-
-
-def _way(problem: Problem, op: Op) -> bool:
-    return problem.transfer_mode == "full_duplex" and op.kind in (Kind.R, Kind.P)
-
-
-def _stream(problem: Problem, device: int, op: Op) -> object | None:
-    """What a transfer runs on; None for a link whose order stands in the schedule."""
-    if op.kind in (Kind.E, Kind.L):
-        return "peer", device
-    if op.kind is Kind.U:
-        return "host", device
-    return None if problem.devices[device].link in problem.shared_links else ("own link", device, _way(problem, op))
-
-
-def _own_needs(op: Op) -> list[Op]:
-    kind, s, j, part = op
-    match kind:
-        case Kind.F:
-            return [Op(Kind.P, s, 0)]
-        case Kind.C | Kind.O:
-            return [Op(Kind.F, s, j)]
-        case Kind.E:
-            return [Op(Kind.F, s, j), Op(Kind.A, s, j)]
-        case Kind.D:
-            return [Op(Kind.O, s, j, part), Op(Kind.E, s, j)]
-        case Kind.R | Kind.L:
-            return [Op(Kind.D, s, j, part)]
-        case Kind.B | Kind.BW:
-            return [Op(Kind.F, s, j), Op(Kind.C, s, j), Op(Kind.L, s, j)]
-        case Kind.W:
-            return [Op(Kind.B, s, j)]
-        case Kind.V:
-            return [Op(Kind.L, s, j)]
-        case Kind.U:
-            return [Op(Kind.G, s, 0)]
-        case _:
-            return []
+    """What each op waits for on its own device, on links, and on the peer; the second op of a pair, for the first."""
+    rows, (waits, _) = schedule.compiled.rows, schedule.compiled.waits
+    ops = [rows.op(row) for row in range(len(rows))]
+    graph = defaultdict(
+        set, {op: {ops[row] for row in needs if row >= 0} for op, needs in zip(ops, waits.tolist(), strict=True)}
+    )
+    for first in rows.first.tolist():
+        graph[ops[first + 1]].add(ops[first])
+    return graph
