@@ -17,17 +17,15 @@ from support.oracles.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_
 from support.problems.small import problems_of_every_sort
 
 from optpipe import Kind, Op, Problem, Schedule, Stage, check
-from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
-from optpipe.model.arrays import NONE
-from optpipe.model.records import Level, each_microbatch
+from optpipe.model.records import each_microbatch
 from optpipe.process.protocol import Bound, Frame, Programs, Ready
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat import grid as grids
 from optpipe_solver.cpsat.anonymous import AnonymousModel
-from optpipe_solver.cpsat.grid import BACKWARDS, LONGEST, Grid, is_expressible, place_on_grid, split_dispensable
+from optpipe_solver.cpsat.grid import LONGEST, Grid, is_expressible, place_on_grid, split_dispensable
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.search import FINE, number_by_entry
 from optpipe_solver.cpsat.variables import Window
@@ -281,38 +279,6 @@ def test_no_times_are_too_far_apart(ms: list[float], parts: int, microbatches: i
     for kind, least in zip((Kind.F, Kind.B, Kind.W, Kind.C), (f, b, w, c), strict=True):
         assert grid.duration(Op(kind, 0, 0)) >= 1
         assert grid.ms(grid.duration(Op(kind, 0, 0))) >= least * (1 - 1e-12)
-
-
-@given(
-    st.lists(times, min_size=7, max_size=7), st.lists(st.integers(0, 2**53), min_size=4, max_size=4), st.integers(1, 3)
-)
-def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], parts: int) -> None:
-    f, b, w, o, r, c, p2p = ms
-    leaves, checkpoint, held, kept = sizes[0] % (sizes[2] + 1), sizes[1] % (sizes[2] + 1), sizes[2], sizes[3]
-    problem = problem_of(
-        [stage(0, (f, b, w), held, kept, (o, r, leaves), (c, checkpoint), parts)] * 2, [2**50 + 1], 3, p2p
-    )
-    figures = {"recompute_ms": c, "offload_ms": r, "reload_ms": o, "offload_bytes": min(leaves, checkpoint)}
-    level = Level(name="cheap", checkpoint_bytes=checkpoint, **figures)
-    one = problem.stages[0].model_copy(update={"recompute_ms": None, "checkpoint_bytes": None, "levels": (level,)})
-    problem = problem.replace(stages=[one, problem.stages[1]])
-    grid = Grid.for_problem(problem).relaxed
-    ops = [Op(kind, 0, 0) for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R)]
-    ops += [Op(kind, 0, 0, parts) for kind in (Kind.O, Kind.R)]  # the first part of the checkpoint
-    for op, most in zip(ops, (f, b, w, c, o / parts, r / parts, r / parts, o / parts), strict=True):
-        assert grid.ms(grid.duration(op)) <= most * (1 + 1e-12)
-    assert grid.ms(grid.forward_delay(1, 0)) <= p2p
-    assert sorted(grid.parts(0, 0)) == list(range(2 * parts))  # those of the activation, then of the checkpoint
-    for of_level, nbytes in ((NONE, leaves), (0, min(leaves, checkpoint))):
-        sizes = [size for p, size in grid.parts(0, 0).items() if grid.level_of_part(0, p) == of_level]
-        assert sum(sizes) * grid.grain <= nbytes
-    exact = Effects(problem)
-    for kinds in BACKWARDS:
-        for of_level in (NONE, 0):
-            again = (Kind.C,) * (of_level == 0)
-            each = [of.holdings(0, 0, Kind.F, *again, *kinds, level=of_level) for of in (grid, exact)]
-            assert all(down.bytes * grid.grain <= held.bytes for down, held in zip(*each, strict=True))
-    assert grid.lossless or grid.down
 
 
 def test_what_is_whole_stays_so() -> None:

@@ -14,7 +14,7 @@ from support.oracles.enumeration import SPAN, problem_of, stage
 from support.oracles.milp import Solver
 from support.until import until
 
-from optpipe import InputError, anytime, improve, solve, solvers
+from optpipe import anytime, improve, solvers
 from optpipe.process import process_tree
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Note, Request
@@ -147,10 +147,3 @@ def test_who_interrupts_the_start_of_a_command_gets_no_traceback(
         main()
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_a_wrong_option_names_the_function_that_was_called() -> None:
-    with pytest.raises(InputError, match=r"^solve: solver = 'foo': auto, highs"):
-        solve(SPAN, solver="foo")
-    with pytest.raises(InputError, match=r"^improve: milp_ops = 10000000000000000"):
-        improve(SPAN, milp_ops=10**30)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ from optpipe.options import SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.results import Result
-from optpipe_solver import systems, tuning
+from optpipe_solver import clock, systems, tuning
 from optpipe_solver.heuristics import STREAMS, generate
 from optpipe_solver.portfolio import Portfolio, engine_runs
 from optpipe_solver.tuning import EngineRun
@@ -89,6 +90,16 @@ def test_engines_start_from_the_best_and_share_threads_and_time(engines):
     one_by_one = notes(run(pipeline(), threads=1, time_limit_s=20.0))
     assert one_by_one[0].startswith("start True, threads 1, ")
     assert [float(text.split()[-1]) for text in one_by_one] == pytest.approx([PLANNED_S / 2 - 0.5] * 2)
+
+
+def test_one_thread_and_one_seed_find_the_same_however_busy_the_machine(engines, monkeypatch):
+    engines("seed", "tells")
+    monkeypatch.setattr(tuning, "OPS_PER_S", 5_000)
+    problem = Problem.load(EXAMPLES / "slowlink-8x16.json")
+    quiet = run(problem, time_limit_s=200.0, threads=1, seed=2)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 1.6 * time.monotonic()))
+    assert run(problem, time_limit_s=200.0, threads=1, seed=2) == quiet
+    assert schedules(quiet, problem)
 
 
 @pytest.mark.parametrize("fault", ["crash", "garbage", "killed"])

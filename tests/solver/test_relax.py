@@ -18,7 +18,7 @@ from support.problems.small import several_a_device, short_of_memory
 from support.problems.strategies import problems_with_schedules
 
 from benchmarks.problems import offloading
-from optpipe import Problem, Schedule, certify, check
+from optpipe import Problem, certify
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
 from optpipe.model.ops import Kind
 from optpipe.process.protocol import Bound, Frame, Ready, Request
@@ -122,26 +122,13 @@ def test_it_is_what_one_device_takes() -> None:
     assert memory_bound(problem) < 501.0
 
 
-def test_activations_have_their_input_gradients_in_any_order() -> None:
-    """The one that is still there may come first. Its work alone takes device 0 9 ms, and a schedule no more."""
-    stages = [problems.stage((1, 2, 0), (1, 0), offload=(0, 0, 1)), problems.stage((0, 2, 0), (1, 0), recompute=(0, 0))]
-    problem = problems.pipeline(2, 3, 1, [s | {"device": d} for d, s in enumerate(stages)])
-    assert list(device_bounds(problem, 0))[-1] == pytest.approx(9.0)
-
-
 def test_a_backward_in_one_holds_no_more_than_its_activation() -> None:
-    """Where W alone would hold four times as much, transfers run beside BW: this schedule of 96 ms is valid."""
+    """Where W alone would hold four times as much, transfers run beside BW: the best known schedule takes 96 ms."""
     stages = [
         problems.stage((1, 1, 10), (10, 40), offload=(6, 6, 10), offload_parts=2),
         problems.stage((1, 1, 0), (10, 0)),
     ]
     problem = problems.pipeline(2, 6, [30, 1000], [s | {"device": d} for d, s in enumerate(stages)], p2p_ms=12)
-    first = """0F0 0O0 0O0.1 0F1 0O1 0O1.1 0D0 0D0.1 0F2 0O2 0O2.1 0D1 0D1.1 0R0 0R0.1 0D2 0D2.1 0F3 0O3 0O3.1 0R1 0R1.1
-        0BW0 0D3 0D3.1 0F4 0O4 0O4.1 0R2 0R2.1 0BW1 0D4 0D4.1 0F5 0O5 0O5.1 0R3 0R3.1 0BW2 0D5 0D5.1 0R4 0R4.1 0BW3
-        0R5 0R5.1 0BW4 0BW5"""
-    schedule = Schedule.parse(problem, [first.split(), [f"1{kind}{j}" for j in range(6) for kind in ("F", "BW")]])
-    assert check(problem, schedule) == []
-    assert schedule.makespan_ms == 96.0
     assert list(device_bounds(problem, 0))[-1] == pytest.approx(93.0)
 
 

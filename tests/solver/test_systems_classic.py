@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.problems.units import ACTIVATION, peaks, units
 
-from optpipe import DeadlockError, InputError, Kind, Op, Problem, check
+from optpipe import InputError, Kind, Problem, check
 from optpipe.model.placement import Placement
 from optpipe_solver import heuristics
 from optpipe_solver.systems import generate, parse
-from optpipe_solver.systems.system import even_groups, in_order, visits, warmed_up
+from optpipe_solver.systems.system import even_groups
 
 # By the survey 80 % of the bytes for 33 % of the time, 50 to 60 % for 10 to 15 %.
 FULL, SELECTIVE = (1.0, ACTIVATION // 5), (0.375, ACTIVATION * 9 // 20)
@@ -97,19 +97,6 @@ def test_the_bubble_stays_where_m_is_no_multiple_of_p(p, v, times):
         assert peaks(schedule)[0] == min(m * v, largest * (v - 1) + 2 * p - 1)
 
 
-def test_a_last_group_that_is_smaller_deadlocks():
-    p, v, m = 4, 3, 9
-    groups = [range(4), range(4, 8), range(8, 9)]
-
-    def program(i: int) -> list[Op]:
-        forwards = [Op(Kind.F, c * p + i, j) for c, j in visits(groups, range(v))]
-        backwards = [[Op(Kind.BW, c * p + i, j)] for c, j in visits(groups, range(v)[::-1])]
-        return warmed_up(forwards, backwards, 2 * (p - i - 1) + (v - 1) * p)
-
-    with pytest.raises(DeadlockError):
-        in_order(units(p, m, v=v), [program(i) for i in range(p)]).timeline  # noqa: B018
-
-
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 8), (3, 5), (4, 8), (8, 3), (8, 32)])
 @pytest.mark.parametrize("every", [1, 2, 3, 9])
 @pytest.mark.parametrize(("again_ms", "kept"), [FULL, SELECTIVE])
@@ -137,17 +124,6 @@ def test_balanced_stages_are_the_surveys_dynamic_program(layers, stages):
 def layered(p: int, forward_ms: list[int]) -> Problem:
     costs = {"backward_input_ms": 0.0, "backward_weight_ms": 0.0, "activation_bytes": 1, "saved_for_weight_bytes": 1}
     return units(p, 4).replace(layers=[{"forward_ms": float(ms), **costs} for ms in forward_ms])
-
-
-@pytest.mark.parametrize("p", [2, 4, 8])
-def test_balanced_stages_help_where_the_first_and_the_last_layer_are_heavier(p):
-    """As many layers on each stage, against as much time: 1F1B lasts about as long as its heaviest stage."""
-    layers = [3, *[1] * (8 * p - 2), 6]
-    problem = layered(p, layers)
-    alike = Placement(chunks=1, layers=(8,) * p).apply(problem)
-    balanced = Placement.balanced(problem, 1).apply(problem)
-    assert generate("1f1b", balanced).makespan_ms < generate("1f1b", alike).makespan_ms
-    assert max(stage.forward_ms for stage in balanced.stages) <= sum(layers) / p + 1
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from support.problems.units import ACTIVATION, peaks, unevenly, units
 from optpipe import Kind, Op, Problem, Schedule, check
 from optpipe.model.program import of_kinds
 from optpipe_solver.systems import generate
-from optpipe_solver.systems.block import collisions, slots
 from optpipe_solver.systems.pipeoffload import fill, fills, pipe_offload, staggered, uniform_block
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -146,22 +145,6 @@ def test_at_large_p_po_h_needs_the_published_share():
     assert none <= fullest(pipe_offload(problem, 0)) <= 1.05 * none
 
 
-@pytest.mark.parametrize(("d", "v"), list(product((1, 2, 3, 4, 7, 8), (1, 2, 3, 4, 6))))
-def test_the_block_repeats_without_collisions(d, v):
-    for times, p2p_ms in (((1, 1, 1), 0.0), ((2, 3, 1), 0.25), ((1, 2, 0.5), 0.5), ((1, 2, 4), 30.0)):
-        problem = units(d, 2 * d, v=v, times=times).replace(p2p_ms=p2p_ms)
-        block, slot_ms = uniform_block(problem)
-        table, start = slots(block, [j * v * slot_ms for j in range(2 * d)])
-        assert slot_ms == sum(times)
-        end = start + problem.costs.ms[table[:, 0], table[:, 1], table[:, 2]]
-        assert all(end[a] - start[b] < 1e-9 for a, b in collisions(problem, block, table, start))  # float noise
-        way = p2p_ms if d > 1 else 0.0
-        for s in range(d * v - 1):
-            assert block.forward[s + 1] - block.forward[s] >= times[0] + way - 1e-9
-            assert block.backward[s] - block.backward[s + 1] >= times[1] + way - 1e-9
-        assert block.backward[-1] >= block.forward[-1] + times[0] - 1e-9
-
-
 def test_what_lives_longest_leaves_first():
     able = offloading(4, 8, 3)
     stay = {"offload_ms": None, "reload_ms": None, "offload_bytes": None}
@@ -207,13 +190,6 @@ def test_devices_on_one_link_take_complementary_slots(mode):
     assert (first.first, second.first) == (10, 16)
     assert (back.first, there.first) == (13, 19)  # each reload ends where the next one's offload begins
     assert {slot.pitch for slot in (first, there, second, back)} == {12}
-
-
-def test_a_link_that_is_too_slow_gets_a_pitch_that_it_can_keep():
-    ((offloads, reloads),) = staggered([(4, 5)], 0.0, 6.0, half_duplex=True)
-    assert (offloads.pitch, offloads.first, reloads.first) == (9, 0, 4)
-    ((offloads, reloads),) = staggered([(4, 5)], 0.0, 6.0, half_duplex=False)
-    assert (offloads.pitch, offloads.first, reloads.first) == (6, 0, 1)
 
 
 def test_slots_are_filled_from_both_ends():

@@ -1,4 +1,5 @@
-"""ZB-H1, ZB-H2, ZB-V, V-Half and V-Min: their formulas in the papers' unit model. V-Auto: never behind them."""
+"""ZB-H1, ZB-H2, ZB-V, V-Half and V-Min: their formulas in the papers' unit model. V-Auto: never behind them. Building
+blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from support.problems.units import ACTIVATION, peaks, units
 
 from optpipe import Schedule, check
 from optpipe_solver.systems import generate
-from optpipe_solver.systems.block import repeat, with_weights
-from optpipe_solver.systems.zero_bubble import v_path
+from optpipe_solver.systems.block import Block, collisions, repeat, slots, with_weights
+from optpipe_solver.systems.system import by_slot
 
 GRADIENT = 300  # bytes that a weight gradient still needs
 NAMES = ("zb-v", "v-half", "v-min")
@@ -109,22 +110,6 @@ def test_micro_batches_add_no_bubble(name, p, times):
     assert (many - few == 2 * p * 2 * (f + b + w)) == none
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        (3, 3, lambda p: (1, 1, 1)),
-        (2, 1, lambda p: (1, 1 if p % 2 else 4, 2)),
-        (1, 1, lambda p: (1, 1 if p % 3 else 3, 1)),
-    ],
-)
-def test_blocks_repeat_without_collisions(step):
-    there, back, turns = step
-    for p in range(1, 20):
-        problem = units(p, p + 5, v=2, shape="v")
-        block = with_weights(problem, v_path([there] * (p - 1), [back] * (p - 1), turns(p)), 6)
-        repeat(problem, block, range(0, 6 * (p + 5), 6))  # refuses a collision
-
-
 def limited(p, m, memory):
     """Memory for so many chunks."""
     return with_budgets(units(p, m, v=2, shape="v"), memory * ACTIVATION)
@@ -162,3 +147,36 @@ def test_v_auto_asks_what_each_device_has_room_for(data, p, m):
     )
     schedule = generate("v-auto", problem)
     assert not check(problem, schedule) or schedule.programs == generate("v-min", problem).programs
+
+
+def one_f_one_b(p):
+    """1F1B's block (Qi et al. 2024): F one slot, the fused backward two, a micro-batch every three."""
+    return Block(forward=range(p), backward=[p + 2 * (p - 1 - s) for s in range(p)], lasts=(1, 2, 0))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_the_block_of_1f1b_repeated_is_1f1b(p, m):
+    problem = units(p, m)
+    assert repeat(problem, one_f_one_b(p), range(0, 3 * m, 3)).programs == generate("1f1b", problem).programs
+
+
+def test_ops_in_one_slot_are_refused_or_wait():
+    problem, launches = units(3, 4), range(0, 8, 2)
+    block = one_f_one_b(3)
+    with pytest.raises(ValueError, match=r"^block: 0BW0 and 0F4 collide in slot 8"):
+        repeat(units(3, 5), block, [0, 3, 6, 9, 8])
+    placed = slots(block, launches)
+    assert collisions(problem, block, *placed)
+    schedule = by_slot(problem, *placed)
+    assert check(problem, schedule) == []
+    assert schedule.makespan_ms < repeat(problem, block, range(0, 40, 10)).makespan_ms
+
+
+def test_a_block_repeated_holds_its_lifespan_over_the_interval():
+    """Qi et al. 2024, section 2: the peak is the lifespan, from F to the end of W, over the interval, rounded up."""
+    problem = units(3, 20)
+    for late in range(0, 24, 4):
+        block = with_weights(problem, Block(forward=(0, 1, 2), backward=(9 + late, 4 + late, 3 + late)), 4)
+        lives = [weight + 1 - forward for forward, weight in zip(block.forward, block.weight, strict=True)]
+        assert peaks(repeat(problem, block, range(0, 80, 4))) == [-(-life // 4) for life in lives]
