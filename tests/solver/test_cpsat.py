@@ -299,10 +299,3 @@ def test_what_is_whole_stays_so() -> None:
 def test_messages_parts_and_recomputation_are_multiples_of_the_step(more: dict[str, Any], p2p: float) -> None:
     problem = problem_of([stage(d, (2, 4, 2), 5, **more) for d in range(2)], [9, 9], 2, p2p)
     assert common_step_ms(problem) == Fraction(1, 2)
-
-
-@pytest.mark.parametrize("size", [1, 10**4, 2**53])
-def test_sizes_beyond_every_device_are_counted_no_further(size: int) -> None:
-    grid = Grid.for_problem(problem_of([stage(0, (1, 1, 1), 2**53, 1), stage(0, (1, 1, 1), 7, 7)], [size], 2))
-    forward, *_ = grid.holdings(0, 0, Kind.F, Kind.B, Kind.W)
-    assert grid.capacity(0) < forward.bytes < 2**20

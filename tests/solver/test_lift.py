@@ -97,16 +97,6 @@ def test_what_is_dropped_when_a_forward_without_length_runs_is_gone_before_it():
     assert check(problem, schedule) == []
 
 
-def test_a_shared_link_gets_its_order_by_start():
-    devices = [Device(activation_budget_bytes=AMPLE, link="pcie0")] * 2
-    problem = Problem(microbatches=1, devices=devices, stages=[Stage(device=d, **STAGE, **OFFLOAD) for d in range(2)])
-    starts = {"0F0": 0.0, "0O0": 10.0, "1F0": 10.0, "1O0": 22.0, "1R0": 34.0, "1BW0": 46.0, "0R0": 46.0, "0BW0": 64.0}
-    schedule = lift(problem, {Op.parse(text): start for text, start in starts.items()})
-    assert schedule.links["pcie0"].texts() == ["0O0", "1O0", "1R0", "0R0"]
-    assert check(problem, schedule) == []
-    assert schedule.makespan_ms == 82.0
-
-
 @pytest.mark.parametrize("noise", [-1e-9, 0.0, 1e-9])
 @pytest.mark.parametrize("grains", [0.0, 0.5])
 def test_a_forward_and_a_backward_that_start_together_become_a_pair(grains, noise):

@@ -111,31 +111,13 @@ def test_on_stages_that_are_not_both_ways_dualpipe_asks_for_the_overlap() -> Non
         generate("dualpipe", ROW, placements="all")
 
 
-IN_A_ROW = System("row", "", one_f_one_b)
 IN_LOOPS = System("looped", "", one_f_one_b, least=2, most=None, chunks=2)
-IN_A_V = System("v", "", one_f_one_b, least=2, most=2, chunks=2, shape="v")
 TWO_WAYS = System("two-ways", "", one_f_one_b, shape="bidirectional")
-
-PROBLEMS = {
-    "row": units(4, 6),
-    "looped": units(4, 6, v=2),
-    "v": units(4, 6, v=2, shape="v"),
-    "two-ways": rechunk(units(4, 6), 1, "bidirectional"),
-}
-
-
-@pytest.mark.parametrize("system", [IN_A_ROW, IN_LOOPS, IN_A_V, TWO_WAYS], ids=lambda system: system.name)
-def test_only_its_own_stages_count_as_such(system):
-    for name, problem in PROBLEMS.items():
-        if name == system.name:
-            assert system.placement(problem, "keep") is None
-        else:
-            with pytest.raises(InputError, match=f"^{system.name} needs "):
-                system.placement(problem, "keep")
+BOTH_WAYS = rechunk(units(4, 6), 1, "bidirectional")
 
 
 def test_two_ways_may_be_taken_in_any_order_and_cost_something_else():
-    problem = PROBLEMS["two-ways"].replace(microbatch_routes=[1, 1, 0, 1, 1, 1])
+    problem = BOTH_WAYS.replace(microbatch_routes=[1, 1, 0, 1, 1, 1])
     uneven = [stage.model_dump(exclude_none=True) | {"forward_ms": 1.0 + s} for s, stage in enumerate(problem.stages)]
     assert TWO_WAYS.placement(problem.replace(stages=uneven), "keep") is None
     turned = [stage.model_dump(exclude_none=True) | {"device": stage.device ^ 1} for stage in problem.stages[4:]]
@@ -143,17 +125,9 @@ def test_two_ways_may_be_taken_in_any_order_and_cost_something_else():
         TWO_WAYS.placement(problem.replace(stages=[*problem.stages[:4], *turned]), "keep")
 
 
-def test_what_it_is_given_is_its_own():
-    row = PROBLEMS["row"].replace(overlap_factor=0.9)
-    for system in (IN_LOOPS, IN_A_V, TWO_WAYS):
-        placement = system.placement(row, "all")
-        assert placement == Placement(chunks=system.chunks, shape=system.shape)
-        assert system.placement(placement.apply(row), "keep") is None
-
-
 def test_where_it_may_choose_it_takes_as_many_chunks_as_it_would_if_the_layers_allow():
     system = System("any", "", one_f_one_b, most=None, chunks=2)
-    row = PROBLEMS["row"]
+    row = units(4, 6)
     assert system.placement(row, "keep") is None
     assert system.placement(row, "all") == Placement(chunks=2)
     assert system.placement(units(4, 6, v=3), "all") is None
@@ -163,4 +137,4 @@ def test_where_it_may_choose_it_takes_as_many_chunks_as_it_would_if_the_layers_a
 
 def test_of_two_ways_no_other_stages_are_made():
     with pytest.raises(InputError, match=r"^routes: there are 2, a placement is for one route only"):
-        IN_LOOPS.placement(PROBLEMS["two-ways"], "all").apply(PROBLEMS["two-ways"])
+        IN_LOOPS.placement(BOTH_WAYS, "all").apply(BOTH_WAYS)
