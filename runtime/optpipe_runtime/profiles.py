@@ -58,6 +58,8 @@ def profile_layers(
 ) -> Problem:
     """Measures each layer of a model as a stage of its own. Collective.
 
+    Returns a problem with `layers`, and one stage on each rank, as even as the layers allow; the same on every rank.
+
     Parameters
     ----------
     model
@@ -67,11 +69,6 @@ def profile_layers(
     inputs, targets, activation_budget_bytes, offload_parts, repeats, kwargs
         As for `Pipeline.profile`. Every rank has some layers, so inputs are needed on the first rank, targets on the
         last one, and named arguments on all.
-
-    Returns
-    -------
-    Problem
-        With `layers`, and one stage on each rank, as even as the layers allow; the same on every rank.
     """
     ranks, count = dist.get_world_size(options.get("group")), model_of(model).layers
     placement = [rank for rank, share in enumerate(evenly(count, ranks)) for _ in range(share)]
@@ -154,38 +151,33 @@ def find_factory(model: str, sizes: BatchSizes) -> Factory:
     for name in ("microbatch_size", "sequence"):
         if getattr(sizes, name) is not None:
             raise InputError(f"{name} = {getattr(sizes, name)}: model = {model!r} makes its own batch, so leave it out")
-    return _of_function(model)
-
-
-def _of_function(name: str) -> Factory:
-    """The function of this name. Raises `InputError` if there is none."""
-    module_name, colon, function_name = name.partition(":")
+    module_name, colon, function_name = model.partition(":")
     if not (module_name and colon and function_name.isidentifier()):
         raise InputError(
-            f"model = {name!r}: must be MODULE:FUNCTION such as train.model:factory, or a config.json of transformers"
+            f"model = {model!r}: must be MODULE:FUNCTION such as train.model:factory, or a config.json of transformers"
         )
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        raise InputError(f"model = {name!r}: {module_name} cannot be imported: {error}") from None
+        raise InputError(f"model = {model!r}: {module_name} cannot be imported: {error}") from None
     make = getattr(module, function_name, None)
     if not callable(make):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise InputError(
-            f"model = {name!r}: {module_name} has no function {function_name}; it has {', '.join(there) or 'none'}"
+            f"model = {model!r}: {module_name} has no function {function_name}; it has {', '.join(there) or 'none'}"
         )
     try:
         inspect.signature(make).bind(0, 1)
     except TypeError as error:
-        raise InputError(f"model = {name!r}: it is called with rank and ranks: {error}") from None
+        raise InputError(f"model = {model!r}: it is called with rank and ranks: {error}") from None
 
     def factory(rank: int, ranks: int) -> Setup:
         setup = make(rank, ranks)
         if not isinstance(setup, Setup):
             raise InputError(
-                f"model = {name!r}: it returned a {type(setup).__name__}, optpipe_runtime.Setup was expected"
+                f"model = {model!r}: it returned a {type(setup).__name__}, optpipe_runtime.Setup was expected"
             )
         return setup
 

@@ -21,6 +21,8 @@ from optpipe_runtime.stage.io import Spec, StageIO, Tensors, tensors_in
 
 log = logging.getLogger("optpipe.runtime")
 
+NOTHING = Done()
+
 
 class Executor:
     """Runs plans on what this rank has. After the next micro-batches have got other shapes than the last ones, call
@@ -164,7 +166,7 @@ class Executor:
         if action.to is not None:
             self._messages.make_room(action.to)
         start = step.mark()
-        outputs, copies = handler.run(step, op, received)
+        outputs, copies = handler.run(step, op, received) or NOTHING
         del received
         if action.sends is not None and action.to is not None:
             self._messages.send(action.sends, outputs, action.to, self._sent_specs(op))
@@ -226,9 +228,6 @@ def _name(op: Op) -> str:
     return what if op.kind in OPTIMIZER else f"{what}, micro-batch {op.microbatch}"
 
 
-NOTHING = Done()
-
-
 class StageOps:
     """The handlers of one rank's stages."""
 
@@ -269,9 +268,8 @@ class StageOps:
             step.losses[j] = outputs[0]
         return Done(outputs)
 
-    def _recompute(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+    def _recompute(self, step: StepRecord, op: Op, received: Tensors) -> None:
         self._stages[op.stage].recompute(op.microbatch)
-        return NOTHING
 
     def _wait_for_reloads(self, op: Op) -> None:
         self._stages[op.stage].activation(op.microbatch).wait()
@@ -279,17 +277,15 @@ class StageOps:
     def _backward(self, step: StepRecord, op: Op, received: Tensors) -> Done:
         return Done(self._stages[op.stage].backward(op.microbatch, received, split=op.kind == Kind.B))
 
-    def _weight(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+    def _weight(self, step: StepRecord, op: Op, received: Tensors) -> None:
         self._stages[op.stage].weight(op.microbatch)
-        return NOTHING
 
     def _offload(self, step: StepRecord, op: Op, received: Tensors) -> Done:
         with self._rank.link.in_order(op):
             return Done(copies=self._stages[op.stage].offload(op.microbatch, op.part))
 
-    def _drop(self, step: StepRecord, op: Op, received: Tensors) -> Done:
+    def _drop(self, step: StepRecord, op: Op, received: Tensors) -> None:
         self._stages[op.stage].drop(op.microbatch, op.part)
-        return NOTHING
 
     def _reload(self, step: StepRecord, op: Op, received: Tensors) -> Done:
         with self._rank.link.in_order(op):

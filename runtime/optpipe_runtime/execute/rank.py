@@ -53,7 +53,7 @@ class Handler(NamedTuple):
     that failed, else the op has not begun.
     """
 
-    run: Callable[[StepRecord, Op, Tensors], Done]
+    run: Callable[[StepRecord, Op, Tensors], Done | None]
     held_bytes: Callable[[Op], int] | None = None
     wait: Callable[[Op], object] = lambda op: None
     abandon: Callable[[Op, bool], Sequence[Handle]] = lambda op, failed: ()

@@ -17,19 +17,11 @@ from optpipe_runtime.memory.engines import Clock, Handle
 
 
 class OpTime(NamedTuple):
-    """When an op ran on this rank, and what the rank held after it.
+    """When an op ran on this rank, since the step began, and what the rank held after it.
 
-    Attributes
-    ----------
-    start_ms, end_ms
-        Since the step began. A compute op starts when its message is there and ends when its result has been handed
-        over. The times of a transfer are those of its copies.
-    held_bytes
-        Bytes of activations, in the order of the host and of CUDA's allocator.
-    certified_bytes
-        How many the certificate allows.
-    allocated_bytes
-        `torch.cuda.memory_allocated` on CUDA, else None.
+    A compute op starts when its message is there and ends when its result has been handed over. The times of a transfer
+    are those of its copies. `held_bytes` are those of activations, in the order of the host and of CUDA's allocator;
+    `certified_bytes` are how many the certificate allows, `allocated_bytes` `torch.cuda.memory_allocated` (CUDA only).
     """
 
     op: Op

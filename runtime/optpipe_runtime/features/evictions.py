@@ -85,10 +85,6 @@ class _Hosted:
     received: Handle | None = None
     returned: Handle | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
 
 class Evictions(Feature):
     """One rank's evictions to its peer, as a `Destination`, and what it keeps for others. Making one is collective."""
@@ -174,9 +170,8 @@ class Evictions(Feature):
     def _on_peer(self, do: Callable[[Op], None]) -> Handler:
         """In a step that fails here it has the same to do, because the other rank sends and receives."""
 
-        def run(step: StepRecord, op: Op, received: Tensors) -> Done:
+        def run(step: StepRecord, op: Op, received: Tensors) -> None:
             do(op)
-            return Done()
 
         def abandon(op: Op, failed: bool) -> Sequence[Handle]:
             do(op)
@@ -187,7 +182,7 @@ class Evictions(Feature):
     def _hosted_bytes(self, op: Op) -> int:
         """Device bytes that this rank holds for another rank's activation."""
         hosted = self._hosted.get((op.stage, op.microbatch))
-        return 0 if hosted is None else hosted.nbytes
+        return 0 if hosted is None else sum(piece.nbytes for piece in hosted.pieces)
 
     def _accept(self, op: Op) -> None:
         self._make_room(self._rank.layout.placement[op.stage], (op.stage, op.microbatch), self._sizes(op))

@@ -46,34 +46,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule made ready for one rank by `prepare`. Plans are compared by identity, and by `digest`.
+    """A schedule of all ranks made ready for one rank by `prepare`. Plans are compared by identity, and by `digest`, a
+    hash of the problem and the programs, the same on every rank.
 
-    Attributes
-    ----------
-    rank, schedule
-        The rank that it is for, and the schedule of all ranks.
-    problem, certificate
-        What the schedule was checked on, and the peak memory of every device.
-    digest
-        A hash of the problem and the programs: the same on every rank for the same schedule.
-    actions
-        This rank's ops in program order, with their messages.
-    certified_bytes
-        For each action, the bytes of activations that this rank's device may hold after it.
-    forwards
-        The actions of an evaluation: forwards only.
-    recomputed
-        The activations that a C computes again, each with the name of its level.
-    split
-        The activations whose backward is B and W.
-    leaving
-        The activations that an O or E takes off the device.
-    completing
-        The last W or BW of each stage of this rank.
-    closing
-        The last F of each stage: in an evaluation, the last use of its parameters.
-    link_orders
-        For each channel of a host link that this rank shares, the order of transfers; None if there is none.
+    The schedule was checked on `problem`; `certificate` has the peak memory of every device. `actions` are this rank's
+    ops in program order, with their messages, `forwards` those of an evaluation. `certified_bytes` are the bytes of
+    activations that the rank's device may hold after each action.
     """
 
     rank: int
@@ -84,12 +62,12 @@ class Plan:
     actions: tuple[Action, ...]
     certified_bytes: tuple[int, ...]
     forwards: tuple[Action, ...]
-    recomputed: Mapping[StageMicrobatch, str]
-    split: frozenset[StageMicrobatch]
-    leaving: frozenset[StageMicrobatch]
-    completing: frozenset[Op]
-    closing: frozenset[Op]
-    link_orders: tuple[LinkOrder | None, ...]
+    recomputed: Mapping[StageMicrobatch, str]  # the activations that a C computes again, with the name of the level
+    split: frozenset[StageMicrobatch]  # the activations whose backward is B and W
+    leaving: frozenset[StageMicrobatch]  # the activations that an O or E takes off the device
+    completing: frozenset[Op]  # the last W or BW of each stage of this rank
+    closing: frozenset[Op]  # the last F of each stage: in an evaluation, the last use of its parameters
+    link_orders: tuple[LinkOrder | None, ...]  # for each channel of a shared host link; None without transfers
 
     @property
     def number(self) -> int:

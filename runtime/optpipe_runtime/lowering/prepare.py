@@ -47,17 +47,8 @@ def prepare(
     """Checks a schedule, from anywhere, for a pipeline of this layout, and lowers it for one rank. A pure function: it
     may run in a thread beside the training.
 
-    Parameters
-    ----------
-    problem
-        What was measured here. The schedule must be valid and fit for this problem; by default for its own.
-    require
-        What else this pipeline requires of it.
-
-    Raises
-    ------
-    ScheduleError
-        If the schedule cannot run here.
+    The schedule must be valid and fit for the measured `problem`, by default for its own, and pass what else this
+    pipeline may `require`. Raises `ScheduleError` if it cannot run here.
     """
     require_valid(schedule, layout, problem, require)
     return lower(schedule, rank, layout, problem)

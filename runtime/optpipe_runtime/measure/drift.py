@@ -48,20 +48,8 @@ class Profiled(Protocol):
 
 
 class Profiler:
-    """Op times of this rank, as moving medians over its last steps.
-
-    Parameters
-    ----------
-    pipe
-        The `Pipeline` that runs the steps.
-    window
-        How many steps the medians are over.
-
-    Raises
-    ------
-    InputError
-        If `window` is less than 1.
-    """
+    """Op times of this rank, as moving medians over the last `window` steps of a `Pipeline`. Raises `InputError` if
+    `window` is less than 1."""
 
     def __init__(self, pipe: Profiled, window: int = WINDOW) -> None:
         if window < 1:

@@ -51,11 +51,8 @@ def forward_backward_func(schedule: Schedule, host_memory_bytes: int | None = No
 class ForwardBackward:
     """Made by `forward_backward_func`. Call it as Megatron's own `forward_backward_func`.
 
-    Attributes
-    ----------
-    report
-        Of the last step on this rank: its time, and the peaks of activations, host memory and messages, in the first
-        step by a schedule. None before the first.
+    `report` is that of the last step on this rank: its time, and the peaks of activations, host memory and messages, in
+    the first step by a schedule. None before the first.
     """
 
     def __init__(self, schedule: Schedule, host_memory_bytes: int | None) -> None:
@@ -87,14 +84,8 @@ class ForwardBackward:
 
         Arguments and result are those of Megatron-core 0.16.1: what `loss_func` returns for logging, by micro-batch,
         where the last stage is; an empty list elsewhere. The lengths need not be right, because shapes are learned;
-        `p2p_communicator` is not used.
-
-        Raises
-        ------
-        InputError
-            For what the schedule or this runtime cannot do.
-        ScheduleError
-            If the schedule cannot run here.
+        `p2p_communicator` is not used. Raises `InputError` for what the schedule or this runtime cannot do,
+        `ScheduleError` if the schedule cannot run here.
         """
         chunks, groups = _in_list(model), pg_collection or process_groups()
         config = get_model_config(chunks[0])
@@ -113,8 +104,12 @@ class ForwardBackward:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         with without_sync(config):
             self.report = run(batch, batch, kwargs={"place": batch})
-        if not forward_only:
-            finalize_gradients(config, chunks, step, groups, force_all_reduce)
+        if not forward_only and config.finalize_model_grads_func is not None:
+            # Megatron's own end of a step: reductions over data-parallel ranks, tied embeddings, scales by tokens.
+            devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
+            tokens = sum(step.tokens.values(), torch.zeros([], dtype=torch.int, device=next(devices, "cpu")))
+            counted = tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(chunks, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
         for chunk in self._chunks:
             chunk.end_step(num_microbatches)
         if config.timers is not None:
@@ -136,15 +131,10 @@ class ForwardBackward:
         pg_collection: Any = None,
         **others: Any,
     ) -> Problem:
-        """Measures the chunks and links, as `Pipeline.profile`. Collective, between two steps.
+        """Measures the chunks and links, as `Pipeline.profile` with its arguments. Collective, between two steps.
 
-        Parameters
-        ----------
-        activation_budget_bytes, offload_parts, repeats
-            As in `Pipeline.profile`.
-        others
-            All other arguments are those of a step, as Megatron gives them. The micro-batches that are read for the
-            measurement are those of the next step. Gradients stay as they are, `main_grad`, too.
+        All other arguments are those of a step, as Megatron gives them. The micro-batches that are read for the
+        measurement are those of the next step. Gradients stay as they are, `main_grad`, too.
         """
         chunks, groups = _in_list(model), pg_collection or process_groups()
         config = get_model_config(chunks[0])
@@ -254,19 +244,6 @@ def without_sync(config: Any) -> Iterator[None]:
         for context in [] if functions is None else functions if isinstance(functions, list) else [functions]:
             stack.enter_context(context())
         yield
-
-
-def finalize_gradients(config: Any, chunks: list[nn.Module], step: Step, groups: Any, force_all_reduce: bool) -> None:
-    """Megatron's own end of a step: reductions over data-parallel ranks, tied embeddings, scales by tokens."""
-    if config.finalize_model_grads_func is not None:
-        devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
-        tokens = sum(step.tokens.values(), torch.zeros([], dtype=torch.int, device=next(devices, "cpu")))
-        config.finalize_model_grads_func(
-            chunks,
-            tokens if config.calculate_per_token_loss else None,
-            pg_collection=groups,
-            force_all_reduce=force_all_reduce,
-        )
 
 
 @contextmanager

@@ -82,7 +82,8 @@ class Saved:
     def tensor(self) -> Tensor:
         if self.block.storage is None:
             raise OffloadedError(f"a saved tensor of shape {list(self.shape)} was used while it is offloaded")
-        require_unchanged(self.changed, self.shape)
+        if self.changed:
+            raise changed_in_place(self.shape)
         own = _tensor(self.block.storage, self.dtype, self.block.device, self.offset, self.shape, self.stride)
         return own if self.spec is None else DTensor(own, self.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
@@ -96,18 +97,16 @@ class Staying:
         self._tensor, self._version = tensor, version(tensor)
 
     def tensor(self) -> Tensor:
-        require_unchanged(version(self._tensor) != self._version, self._tensor.shape)
+        if version(self._tensor) != self._version:
+            raise changed_in_place(self._tensor.shape)
         return self._tensor
 
 
-def require_unchanged(changed: bool, shape: Sequence[int]) -> None:
-    """Autograd's own check, which it leaves out when hooks are set. Without it gradients would be wrong without an
-    error."""
-    if changed:
-        raise InputError(
-            f"a tensor of shape {list(shape)} was changed in place after it was saved for the backward; change a "
-            "copy of it"
-        )
+def changed_in_place(shape: Sequence[int]) -> InputError:
+    """The error of autograd's own check, which it leaves out when hooks are set: gradients would be wrong without."""
+    return InputError(
+        f"a tensor of shape {list(shape)} was changed in place after it was saved for the backward; change a copy of it"
+    )
 
 
 @contextmanager
@@ -119,11 +118,7 @@ def in_place_errors() -> Iterator[None]:
         match = re.search(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\]", str(error))
         if match is None:
             raise
-        shape = [int(n) for n in match[1].split(",") if n.strip()]
-        try:
-            require_unchanged(True, shape)
-        except InputError as clear:
-            raise clear from error
+        raise changed_in_place([int(n) for n in match[1].split(",") if n.strip()]) from error
 
 
 def _tensor(

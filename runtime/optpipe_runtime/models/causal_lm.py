@@ -55,18 +55,7 @@ class CausalLM(Model):
         return [counts[0] + 1, *counts[1:-1], counts[-1] + 1]
 
     def part(self, first: int, end: int) -> Part:
-        return _Stage(self._cut(first, end), first == 0, end == self.layers)
-
-    def require_equal(self, counts: Sequence[int]) -> None:
-        require_equal(self._model, lambda small: CausalLM(small).row(counts))
-
-    def row(self, counts: Sequence[int]) -> list[Part]:
-        """Stages of so many layers."""
-        return [self.part(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
-
-    def _cut(self, first: int, end: int) -> Any:
-        """The model with these layers only. Left-out decoder layers hand on what they get, so that the others keep
-        their numbers."""
+        # Left-out decoder layers hand on what they get, so that the others keep their numbers.
         decoder, model = _shallow(self._decoder), _shallow(self._model)
         kept = range(first - 1, end - 1)
         decoder.layers = nn.ModuleList(
@@ -80,7 +69,14 @@ class CausalLM(Model):
                 if child is not self._decoder:
                     setattr(model, name, None)
         setattr(model, model.base_model_prefix, decoder)
-        return model
+        return _Stage(model, first == 0, end == self.layers)
+
+    def require_equal(self, counts: Sequence[int]) -> None:
+        require_equal(self._model, lambda small: CausalLM(small).row(counts))
+
+    def row(self, counts: Sequence[int]) -> list[Part]:
+        """Stages of so many layers."""
+        return [self.part(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 class _Stage(Part):

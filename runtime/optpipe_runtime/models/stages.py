@@ -25,7 +25,8 @@ from optpipe_runtime.torch_private.tensors import compiled_call, is_compiled, is
 def stages_of(
     model: Any, placement: Sequence[int] | Schedule, layers: Sequence[int] | None = None, rank: int | None = None
 ) -> dict[int, nn.Module]:
-    """Cuts a model into the stages of a `Pipeline`. The stages share the model's parameters.
+    """Cuts a model into the stages of a `Pipeline`, and returns those of this rank, by number. The stages share the
+    model's parameters.
 
     A parameter that stages on several ranks use, such as an embedding that is the head, too, is tied by the `Pipeline`.
     A language model is compared with its stages on a small run (`models.proof`).
@@ -47,11 +48,6 @@ def stages_of(
         many.
     rank
         The number of this rank in `placement`. None: that of torch.distributed.
-
-    Returns
-    -------
-    dict[int, nn.Module]
-        The stages of this rank, by number.
 
     Raises
     ------

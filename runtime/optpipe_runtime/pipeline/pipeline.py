@@ -187,6 +187,7 @@ class Pipeline:
     ) -> StepReport:
         """Runs one training step, forward and backward. The optimizer is the caller's. Collective.
 
+        Returns losses, times and peak bytes of this rank. No rank waits here until the others have ended the step, too.
         If the modules' modes or what is trained have changed since the last step, the stages are learned again; of
         micro-batches of another shape only this shape, unless it follows from those that were learned.
 
@@ -210,11 +211,6 @@ class Pipeline:
             weights on all replicas or on none.
         trace
             Whether to report the time of every op.
-
-        Returns
-        -------
-        StepReport
-            Losses, times and peak bytes of this rank. No rank waits here until the others have ended the step, too.
         """
         batch = self.runner.batch(inputs, targets, kwargs, outputs=outputs, weights=weights, trace=trace)
         return self.runner.step(batch)
@@ -245,16 +241,8 @@ class Pipeline:
         It does what `torch.nn.utils.clip_grad_norm_` does for the whole model, with tied copies counted once, and what
         inner peers have in common, too. That function on each rank's own stages would use another norm on each rank.
 
-        Returns
-        -------
-        float
-            The norm before.
-
-        Raises
-        ------
-        InputError
-            If there are `host_optimizers` without `clip_host_updates`, or if the gradients of a plain parameter differ
-            between inner peers.
+        Returns the norm before. Raises `InputError` if there are `host_optimizers` without `clip_host_updates`, or if
+        the gradients of a plain parameter differ between inner peers.
         """
         norm = clip(*self._counted(), self._rank.cpu_group, max_norm, norm_type)
         self.runner.host_updates.after_clipping()
@@ -285,6 +273,7 @@ class Pipeline:
         rates are used as always. Call `synchronize` before parameters are read, saved or changed.
 
         Until the norm is there, each rank holds copies of the optimizer's parameters, their gradients and its state.
+        Raises `InputError` if there are `host_optimizers`, or an argument is wrong.
 
         Parameters
         ----------
@@ -292,11 +281,6 @@ class Pipeline:
             This rank's optimizer. A rank whose stages have no parameters gives one of an empty tensor.
         max_norm
             The norm above which gradients are scaled down to it. None: updates are only skipped if they are not finite.
-
-        Raises
-        ------
-        InputError
-            If there are `host_optimizers`, or an argument is wrong.
         """
         if self.runner.host_updates.any:
             raise InputError(
@@ -327,11 +311,8 @@ class Pipeline:
         Buffers stay each copy's own. Two stages on one rank need no tie: they share the parameter itself. For the two
         directions of DualPipe on p ranks: `for k in range(p): pipe.tie(stages.get(k, stages.get(p + k)))`.
 
-        Parameters
-        ----------
-        copy
-            This rank's copy: a parameter (tied embeddings) or a module (a stage that serves two routes). None on a rank
-            without one.
+        `copy` is this rank's: a parameter (tied embeddings) or a module (a stage that serves two routes); None on a
+        rank without one.
         """
         tied = list(copy.parameters()) if isinstance(copy, nn.Module) else [] if copy is None else [copy]
         self.runner.host_updates.require_tie(tied)
@@ -399,17 +380,9 @@ class Pipeline:
     def load(self, schedule: Schedule | None) -> None:
         """Prepares rank 0's schedule and swaps it in on every rank, or on none. Collective.
 
-        It may be for another number of micro-batches. Then the costs of its own problem count, which becomes `problem`.
-
-        Parameters
-        ----------
-        schedule
-            On rank 0 the schedule; what other ranks give does not count. Of inner peers the first one's counts.
-
-        Raises
-        ------
-        ScheduleError
-            If it cannot run here.
+        What other ranks give does not count; of inner peers the first one's counts. It may be for another number of
+        micro-batches. Then the costs of its own problem count, which becomes `problem`. Raises `ScheduleError` if it
+        cannot run here.
         """
         self.runner.schedules.load(schedule)
 
@@ -430,8 +403,8 @@ class Pipeline:
     ) -> Problem:
         """Measures every stage and link. Collective.
 
-        From now on schedules must fit the problem that it returns. Parameters, gradients, buffers and random numbers
-        stay as they are.
+        From now on schedules must fit the problem that it returns, the same on every rank. Parameters, gradients,
+        buffers and random numbers stay as they are.
 
         Parameters
         ----------
@@ -444,11 +417,6 @@ class Pipeline:
             In how many parts an activation is offloaded.
         repeats
             How often each op is measured at least.
-
-        Returns
-        -------
-        Problem
-            The same on every rank.
         """
         batch = self.runner.batch(inputs, targets, kwargs)
         self.measured = self.runner.profile(batch, activation_budget_bytes, offload_parts, repeats)

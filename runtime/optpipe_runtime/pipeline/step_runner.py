@@ -259,7 +259,11 @@ class Attempt:
 
     def run(self) -> Outcome:
         """Collective. Raises `InputError` if the step's schedule is for another number of micro-batches."""
-        self._vote()
+        # Votes whether batch and modules are as they were, and what the schedules ask, and waits for nobody.
+        as_before = self._runner.learner.is_current(self._batch)
+        self._votes = self._rank.cpu_group.share(as_before, *self._schedules.votes())
+        # That names this method to inner peers that are in another one. This waits for them:
+        self._as_before = self._rank.cpu_group.peers_agree(as_before) if self._can_undo else as_before
         if self._must_meet():
             if not self._meet():
                 return Outcome.CORRECTED
@@ -289,14 +293,6 @@ class Attempt:
         return Outcome.COUNTS
 
     # Votes
-
-    def _vote(self) -> None:
-        """Sends this rank's vote, without waiting: whether batch and modules are as they were, and what the schedules
-        ask."""
-        as_before = self._runner.learner.is_current(self._batch)
-        self._votes = self._rank.cpu_group.share(as_before, *self._schedules.votes())
-        # That waits for nobody, and names this method to inner peers that are in another one. This waits for them:
-        self._as_before = self._rank.cpu_group.peers_agree(as_before) if self._can_undo else as_before
 
     def _count(self) -> bool:
         """Waits until all ranks have begun the step, and counts their votes: whether nothing has changed."""

@@ -172,14 +172,11 @@ def _is_part(parameter: nn.Parameter) -> bool:
 def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:
     """The norm of the gradients of parameters that `_kinds` puts together. Collective over the ranks of DTensors."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if parameters and isinstance(whole := getattr(parameters[0], "part_of", None), DTensor):
-        return _norm_over_parts(grads, whole, norm_type)
-    norm: Tensor = get_total_norm(grads, norm_type)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def _norm_over_parts(grads: list[Tensor], whole: DTensor, norm_type: float) -> float:
-    """The norm of gradients of which this rank has parts, spread as `whole` is. A rank may have no number of one."""
+    whole = getattr(parameters[0], "part_of", None) if parameters else None
+    if not isinstance(whole, DTensor):
+        norm: Tensor = get_total_norm(grads, norm_type)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    # This rank has parts of the gradients, spread as `whole` is, and of one perhaps no number.
     norm = get_total_norm([grad for grad in grads if grad.numel()], norm_type).double()
     largest = norm_type == math.inf
     total = (norm if largest else norm**norm_type).to(whole.device_mesh.device_type)

@@ -121,9 +121,6 @@ class Transfer:
             self._work.wait()
         self._work = None  # which holds the tensors
 
-    def is_completed(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
-
 
 MOST_BLOCKS = 4  # thread blocks, so multiprocessors, of one NCCL message: some 80 GB/s. Not measured
 _ended: list[Team] = []  # teams whose connections are still to be closed

@@ -83,20 +83,12 @@ class ClientOptions(SolveOptions):
 
 @dataclass(frozen=True)
 class Offer:
-    """A schedule better than those before it, checked on this client's problem.
+    """A schedule better than those before it, checked on this client's problem."""
 
-    Attributes
-    ----------
-    version
-        1, 2, ... of this client.
-    job, seq
-        Where it comes from: the service's job, and the number of the incumbent in it.
-    """
-
-    version: int
+    version: int  # 1, 2, ... of this client
     schedule: Schedule
-    job: str
-    seq: int
+    job: str  # of the service
+    seq: int  # the number of the incumbent in this job
 
     @property
     def makespan_ms(self) -> float:

@@ -181,12 +181,11 @@ class Follower:
         steps = zip(*(steps for steps, _ in by_rank), strict=True)
         self._adoptions.measured((ranks[0][0], max(ms for _, ms in ranks)) for ranks in steps)
         self._steps = []
-        # Not while an offer is prepared, which is checked on the problem as it is.
-        if self._pipe.problem is not None and not self._pipe.preparing:
-            self._compare(self._pipe.problem, retimed(self._pipe.problem, [seen for _, seen in by_rank]))
-
-    def _compare(self, problem: Problem, measured: Problem) -> None:
-        """The same on every rank. The schedule that runs stays valid: only times of the problem change."""
+        problem = self._pipe.problem
+        if problem is None or self._pipe.preparing:  # an offer, which is checked on the problem as it is
+            return
+        # The same on every rank. The schedule that runs stays valid: only times of the problem change.
+        measured = retimed(problem, [times for _, times in by_rank])
         far, before = drift(problem, measured), self._suspected
         self._suspected = far > self._threshold and not before
         if far <= self._threshold or not before:  # after two gatherings all these steps come after the change

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from optpipe_runtime.memory.activation import EVERY, Activation, Saved, storage_
 from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors, clones, enter
 from optpipe_runtime.stage.levels import Keeping, Level, saving_nothing
 from optpipe_runtime.stage.split import SplitBackward, WeightQueue
-from optpipe_runtime.stage.state import AsFirst, Replay
+from optpipe_runtime.stage.state import Replay
 from optpipe_runtime.torch_private.tensors import local, tree_map_only
 
 
@@ -135,29 +134,21 @@ class Forwards:
             with saving_nothing(self._index):
                 outputs = self._with_graph(running, microbatch, used, keeping)
             repeating = keeping.hand_over(activation)
-        running.again = partial(self._repeat, running, microbatch, stored, as_first, repeating, running.captured)
-        running.captured = True
+        captured, running.captured = running.captured, True
+
+        def repeat() -> None:
+            running.activation.restore()
+            running.activation.release()  # the graph keeps what it needs of it
+            running.captured = captured
+            inputs = tree_map_only(Saved, Saved.tensor, stored.inputs)
+            with as_first() as running.stand_ins:
+                running.activation = self.new_activation(io, running.stand_ins)
+                self.run(running, microbatch, stored._replace(inputs=inputs), repeating)
+
+        running.again = repeat
         self.sizes[level.name] = activation.sizes()
         self._own_results(running, microbatch)
         return self._detached(running, outputs)
-
-    def _repeat(
-        self,
-        running: Running,
-        microbatch: int,
-        stored: Arguments,
-        as_first: AsFirst,
-        repeating: AbstractContextManager[object],
-        captured: bool,
-    ) -> None:
-        """C"""
-        running.activation.restore()
-        running.activation.release()  # the graph keeps what it needs of it
-        running.captured = captured
-        arguments = stored._replace(inputs=tree_map_only(Saved, Saved.tensor, stored.inputs))
-        with as_first() as running.stand_ins:
-            running.activation = self.new_activation(running.io, running.stand_ins)
-            self.run(running, microbatch, arguments, repeating)
 
     def _with_graph(
         self, running: Running, microbatch: int, arguments: Arguments, mode: AbstractContextManager[object]

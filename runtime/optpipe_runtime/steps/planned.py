@@ -161,11 +161,8 @@ class PlannedSteps:
     def ahead(self, batches: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
         """Yields the batches, one after the other, and announces each one step before it is to run.
 
-        Parameters
-        ----------
-        batches
-            For each step the first arguments of `step`: inputs, targets, and named arguments if there are some. All
-            ranks have equally many; a rank that takes no inputs or targets may have None in their places.
+        A batch has the first arguments of `step`: inputs, targets, and named arguments if there are some. All ranks
+        have equally many; a rank that takes no inputs or targets may have None in their places.
         """
         waiting: deque[Sequence[Any]] = deque()
         for batch in batches:
@@ -200,12 +197,8 @@ class PlannedSteps:
     ) -> StepReport:
         """`Pipeline.step` with a schedule of its own. If the step was not announced, it waits until that is made.
 
-        Raises
-        ------
-        StepMemoryError
-            Before the step, if a micro-batch does not fit by itself; it names the micro-batch.
-        ScheduleError
-            If no schedule is found for another reason.
+        Raises, before the step, `StepMemoryError` if a micro-batch, which it names, does not fit by itself, and
+        `ScheduleError` if no schedule is found for another reason.
         """
         if not self._prepared:
             self.announce(inputs, targets, kwargs)
