@@ -178,7 +178,7 @@ def client(reports: Reports) -> Any:
 def begun() -> tuple[Adoptions, Reports]:
     """The first offer runs since step 7, as version 2."""
     adoptions, reports = Adoptions(), Reports()
-    adoptions.offered(client(reports), OFFER)
+    adoptions.offered = client(reports), OFFER
     adoptions.swapped(2, OFFER.schedule, 7)
     return adoptions, reports
 
@@ -210,7 +210,7 @@ def test_a_median_is_reported_again_after_twice_as_many_steps_and_at_the_end() -
 
 def test_each_schedule_has_its_own_median() -> None:
     adoptions, reports = begun()
-    adoptions.offered(client(reports), LATER)
+    adoptions.offered = client(reports), LATER
     adoptions.swapped(3, LATER.schedule, 10)
     adoptions.measured([(2, 99.0), (2, 10.0), (2, 10.0), (3, 99.0), (3, 5.0)])
     assert sorted(reports[2:]) == [(3, 7, 10.0), (4, 10, 5.0)]
@@ -222,7 +222,7 @@ def test_each_schedule_has_its_own_median() -> None:
 def test_a_refused_or_replaced_schedule_is_not_adopted() -> None:
     adoptions, reports = Adoptions(), Reports()
     adoptions.swapped(1, LATER.schedule, 1)  # loaded
-    adoptions.offered(client(reports), OFFER)
+    adoptions.offered = client(reports), OFFER
     adoptions.swapped(3, LATER.schedule, 8)  # its first step ran out of memory, and that was repeated by the one before
     adoptions.measured([(3, 10.0)] * 5)
     adoptions.finish()

@@ -130,10 +130,6 @@ class HostUpdates(Feature):
             )
         return {p: copy for optimizer in self.optimizers.values() for p, copy in optimizer.gradients().items()}
 
-    def after_clipping(self) -> None:
-        for optimizer in self.optimizers.values():
-            optimizer.apply()
-
     def close(self) -> None:
         for optimizer in self.optimizers.values():
             optimizer.close()

@@ -245,7 +245,8 @@ class Pipeline:
         the gradients of a plain parameter differ between inner peers.
         """
         norm = clip(*self._counted(), self._rank.cpu_group, max_norm, norm_type)
-        self.runner.host_updates.after_clipping()
+        for optimizer in self.host_optimizers.values():
+            optimizer.apply()
         return norm
 
     def _counted(self) -> Counted:

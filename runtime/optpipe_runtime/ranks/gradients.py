@@ -93,13 +93,8 @@ def clip(
     max_norm: float,
     norm_type: float,
 ) -> float:
-    """Collective: scales this rank's gradients so that the norm over all ranks is at most `max_norm`.
-
-    `uncounted` are tied copies that another rank counts. A sharded gradient (DTensor) counts once, over all its ranks.
-    As in `torch.nn.utils.clip_grad_norm_`, a gradient that is not finite makes all gradients NaN.
-
-    Returns the norm before clipping. Raises `InputError` if a plain parameter has other gradients on inner peers.
-    """
+    """Collective: see `Pipeline.clip_grad_norm_`. `uncounted` are tied copies that another rank counts. As in torch, a
+    gradient that is not finite makes all gradients NaN."""
     total = total_norm(cpu_group.gather(own_norm(parameters, uncounted, cpu_group, norm_type)), norm_type)
     scale(parameters.values(), total, max_norm)
     return float(total)

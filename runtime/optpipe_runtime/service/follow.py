@@ -121,7 +121,7 @@ class Follower:
         pipe, before = self._pipe, self._pipe.version
         if self._client and not pipe.preparing and (offer := self._client.poll()):
             pipe.offer(offer.schedule)
-            self._adoptions.offered(self._client, offer)
+            self._adoptions.offered = self._client, offer
         tracing = len(self._steps) in self._traced
         report = pipe.step(inputs, targets, trace=tracing, kwargs=kwargs, outputs=outputs)
         if tracing:
@@ -227,20 +227,16 @@ class Adoptions:
     """
 
     def __init__(self) -> None:
-        self._offered: tuple[ScheduleClient, Offer] | None = None
+        self.offered: tuple[ScheduleClient, Offer] | None = None  # the pipeline may swap it in or refuse it
         self._runs: dict[int, _Adoption] = {}  # by version of the pipeline's schedule
-
-    def offered(self, client: ScheduleClient, offer: Offer) -> None:
-        """The pipeline has an offer, and may swap it in or refuse it."""
-        self._offered = client, offer
 
     def swapped(self, version: int, running: Schedule, step: int) -> None:
         """From this step on another schedule runs: the offered one, or one that the pipeline went back to."""
-        if self._offered is None:
+        if self.offered is None:
             return
-        client, offer = self._offered
+        client, offer = self.offered
         if (running.programs, running.links) == (offer.schedule.programs, offer.schedule.links):
-            self._offered = None
+            self.offered = None
             self._runs[version] = _Adoption(client, offer, step)
             client.adopted(offer, step)
 

@@ -77,7 +77,7 @@ class StageRunner:
 
     def end_step(self) -> None:
         """Call it after a step, and after whatever else has run forwards."""
-        self.split.end_step()
+        self.split.casts.clear()
         self.replay.end_step()
 
     @property
@@ -175,7 +175,7 @@ class StageRunner:
         for running in self._running.values():
             running.activation.restore()
         self._running.clear()
-        self.split.abandon()
+        self.split.delayed.drain()
         self.end_step()
 
     def _input_gradients(self, running: Running) -> Tensors:

@@ -1,7 +1,5 @@
-"""`SplitBackward`: what the forwards and backwards of one stage run in, so that a B leaves weight gradients to its W.
-
-By `Splitting`, a mode that sees every call of torch; or by `Hooked`, where all ops with parameters are calls of modules
-(`Calls`): these have a forward of their own meanwhile."""
+"""`SplitBackward`: what the forwards and backwards of one stage run in, so that a B leaves weight gradients to its
+W."""
 
 from __future__ import annotations
 
@@ -288,7 +286,7 @@ class SplitBackward:
         device: torch.device,
     ) -> None:
         self._named_parameters, self._device = named_parameters, device
-        self._delayed, self.casts = Delayed(modules), Casts()
+        self.delayed, self.casts = Delayed(modules), Casts()
         self.calls: Calls | None = None  # what `learn` has seen called
         self.at_b: frozenset[str] | None = None  # parameters whose gradient does not wait for W, after the first B
         self.norms_wait = True  # norms leave their weight gradients to W, too
@@ -312,7 +310,7 @@ class SplitBackward:
             splitting = Hooked(modules, calls.scaling if self.norms_wait else (), mode.run)
         else:
             splitting = mode
-        with splitting, self._delayed.watched():
+        with splitting, self.delayed.watched():
             yield
 
     @contextmanager
@@ -341,10 +339,3 @@ class SplitBackward:
         """A backward computes in the types of its forward, so autocast around a whole step must not reach it."""
         kind = self._device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-    def end_step(self) -> None:
-        self.casts.clear()
-
-    def abandon(self) -> None:
-        """After a step that was abandoned: drops what modules still keep for W."""
-        self._delayed.drain()
