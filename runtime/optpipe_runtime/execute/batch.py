@@ -170,7 +170,6 @@ def _require_no_gradient(tensor: Tensor, name: str) -> None:
 
 
 def _chunks(value: Any, microbatches: int, name: str, spec: Any) -> list[Any]:
-    """One value by micro-batch."""
     if isinstance(value, Microbatches):
         return list(_counted(value, microbatches, name))
     leaves, shape = tree_flatten(value, is_leaf=lambda found: isinstance(found, BlockMask))
@@ -223,7 +222,6 @@ class BatchShapes(NamedTuple):
 
 
 def shape_of(values: Any) -> Shape:
-    """Of what one rank has of a micro-batch."""
     kinds: list[Hashable] = [tuple(sorted(each)) for each in values if isinstance(each, Mapping)]
     sizes: list[int] = []
     for leaf in tree_leaves(values):

@@ -17,6 +17,7 @@ from optpipe_runtime.execute.rank import Done, Handler, Rank
 from optpipe_runtime.execute.report import OpRecord, StepRecord, StepReport
 from optpipe_runtime.lowering.plan import Action, Plan
 from optpipe_runtime.memory.engines import Clock, Handle
+from optpipe_runtime.stage.forwards import Arguments
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors, tensors_in
 
 log = logging.getLogger("optpipe.runtime")
@@ -251,7 +252,7 @@ class StageOps:
         ends = self._rank.layout.after(s, j) is None
         target, kwargs = step.batch.targets[j] if ends else (), step.batch.named(s, j)
         if step.evaluating:
-            outputs = stage.evaluate(j, received, target, form, kwargs)
+            outputs = stage.forwards.evaluate(stage.io[form], j, Arguments(received, target, kwargs))
         else:
             leaving = activation in plan.leaving
             outputs = stage.forward(

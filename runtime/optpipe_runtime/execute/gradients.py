@@ -48,7 +48,6 @@ class GradientMeans:
         self._users: Counter[int] = Counter()  # by parameter, the number of stages that still add to its gradient
 
     def start_step(self, plan: Plan) -> None:
-        """Before the first op."""
         self._divisor = plan.problem.microbatches if self._scales else 1
         stages = {op.stage for op in plan.completing}
         self._users = Counter(parameter for s in stages for parameter in self._parameters(s))
@@ -187,7 +186,6 @@ class Reductions:
             self.in_windows = bool(self._cpu_group.minimum(agreed)[0]) if on_trial else agreed
 
     def windows(self, plan: Plan) -> Windows:
-        """Of a training step by this plan."""
         return _windows_of(plan, self.whole) if self.in_windows and self.whole is not None else NO_WINDOWS
 
     def complete(self, s: int) -> None:
@@ -266,6 +264,5 @@ class Reductions:
                 run()
 
     def close(self) -> None:
-        """Ends the thread."""
         if self._engine is not None:
             self._engine.close()

@@ -154,7 +154,6 @@ class Learner:
         return missing
 
     def _fill_in(self, shapes: Sequence[Shape], usable: Sequence[Modes], varies: bool) -> None:
-        """The rank's `io` and `forms`."""
         rank = self._rank
         routes = rank.layout.routes
         numbers = {shape: k for k, shape in enumerate(dict.fromkeys(shapes))}

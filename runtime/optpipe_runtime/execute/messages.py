@@ -108,8 +108,6 @@ class Messages:
 
 
 class _Transfers(NamedTuple):
-    """The transfers of one message under way, and its tensors."""
-
     transfers: list[Transfer]
     tensors: Tensors
 

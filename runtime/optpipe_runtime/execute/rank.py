@@ -85,8 +85,6 @@ class Feature:
 
 @dataclass
 class Rank:
-    """What one rank of a pipeline has."""
-
     team: Team
     cpu_group: CpuGroup
     layout: Layout  # its number of micro-batches is that of the step

@@ -51,8 +51,6 @@ class EvictionOrder(NamedTuple):
 
 
 class _Direction(NamedTuple):
-    """One direction between a rank and its peer."""
-
     group: Subgroup
     engine: CopyEngine
     evicting: bool  # whether this rank is the one that evicts

@@ -137,7 +137,6 @@ class HostUpdates(Feature):
 
 @lru_cache(maxsize=1)
 def _updated(plan: Plan) -> set[int]:
-    """The stages of this rank that the schedule updates."""
     return {action.op.stage for action in plan.actions if action.op.kind == Kind.U}
 
 

@@ -149,7 +149,6 @@ class Recorder:
         self._first: Meeting
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """A step or an evaluation."""
         if not is_training(self._schedule):
             return self._run(*args, **options)
         if self._step == self._recorded.start:

@@ -193,7 +193,6 @@ class ForwardBackward:
         return pipeline
 
     def _make_pipeline(self, chunks: list[nn.Module], config: Any, groups: Any) -> Pipeline:
-        """The pipeline of these chunks. Collective."""
         # A rank that fails alone would leave the others waiting for it in `Pipeline`.
         self._chunks = on_each_rank(
             lambda: as_stages(chunks, config, groups, self._schedule.problem),

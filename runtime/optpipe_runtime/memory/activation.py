@@ -43,7 +43,6 @@ class StorageRef:
 
     @property
     def alive(self) -> bool:
-        """Whether anything refers to the storage."""
         return not self._ref.expired()  # type: ignore[no-untyped-call]
 
 
@@ -212,7 +211,6 @@ class Activation:
         return self._blocks[key]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is one of these blocks."""
         return storage_key(tensor) in self._blocks
 
     @property
@@ -273,7 +271,6 @@ class Activation:
         self._parts.clear()
 
     def wait(self) -> None:
-        """Waits for the transfers under way."""
         for part in self._parts.values():
             part.wait()
 

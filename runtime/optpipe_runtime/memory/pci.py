@@ -18,8 +18,6 @@ ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")  # such as 
 
 
 class Place(NamedTuple):
-    """Where a GPU is."""
-
     machine: str  # until it starts again
     address: str  # the GPU's on PCI, such as 0000:3b:00.0
     # The PCI address of the first bridge on the way from the host, all GPUs below which share its link to the host. The

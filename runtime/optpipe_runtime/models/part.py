@@ -81,8 +81,6 @@ def _parts(stages: Mapping[int, nn.Module]) -> list[Part]:
 
 
 class Layers(Model):
-    """Layers, by name."""
-
     def __init__(self, named: Iterable[tuple[str, nn.Module]]) -> None:
         self._named = list(named)
         super().__init__(len(self._named))

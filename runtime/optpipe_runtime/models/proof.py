@@ -40,15 +40,11 @@ class Side(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a run is given, and in which mode."""
-
     training: bool
     inputs: dict[str, Tensor]
 
 
 class RunResult(NamedTuple):
-    """What came out of one forward and backward."""
-
     output: Tensor
     gradients: dict[str, Tensor]
 

@@ -171,7 +171,6 @@ class StepRunner:
         return measured
 
     def close(self) -> None:
-        """Ends the threads of the pipeline."""
         if self._closed:
             return
         self._closed = True
@@ -242,8 +241,6 @@ class StepRunner:
 
 
 class Attempt:
-    """One attempt at a step, on one rank."""
-
     def __init__(self, runner: StepRunner, batch: Batch) -> None:
         self._runner, self._rank, self._batch = runner, runner.rank, batch
         self._schedules = runner.schedules

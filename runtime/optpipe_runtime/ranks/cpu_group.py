@@ -98,7 +98,6 @@ class CpuGroup:
         return Shared(self._team, method, table, self._group.all_reduce(table))
 
     def minimum(self, *values: int) -> list[int]:
-        """The minimum of each value over all ranks."""
         return self.share(*values).least(len(values))
 
     def meet_peers(self) -> None:

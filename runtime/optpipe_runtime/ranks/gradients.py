@@ -133,7 +133,6 @@ def own_norm(
 
 
 def total_norm(norms: Sequence[float], norm_type: float = 2.0) -> Tensor:
-    """The norm of the whole, from those of its parts."""
     total: Tensor = torch.linalg.vector_norm(torch.tensor(norms or [0.0], dtype=torch.float64), norm_type)
     return total
 

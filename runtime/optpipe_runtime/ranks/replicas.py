@@ -145,7 +145,6 @@ class Replicas:
                 self.sharded[s].gather()
 
     def wait(self, s: int) -> None:
-        """Waits until the parameters of a stage are whole."""
         if self.sharded[s].ranks:
             with self.exchanging():
                 self.sharded[s].wait()

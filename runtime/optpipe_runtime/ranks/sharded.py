@@ -83,13 +83,11 @@ class Sharded:
     # Parameters
 
     def gather(self) -> None:
-        """Begins to gather all parameters."""
         self._is_whole, self._window = True, None
         self._set_last_backward(False)
         self._gathers = [part.unshard(async_op=True) for part in self._parts]
 
     def wait(self) -> None:
-        """Waits until all parameters are whole."""
         while self._gathers:
             self._gathers.pop(0).wait()
 
@@ -124,7 +122,6 @@ class Sharded:
 
     @property
     def parameter_bytes(self) -> int:
-        """What the whole parameters take."""
         return sum(buffer.numel() * buffer.itemsize for p in self._parameters for buffer in p.gather_buffers)
 
     @property
@@ -194,7 +191,6 @@ class Sharded:
         self._read = []
 
     def forget(self) -> None:
-        """Drops all whole gradients."""
         for parameter in self._parameters:
             parameter.forget_gradients()
 

@@ -69,14 +69,12 @@ class Subgroup:
             dist.broadcast(tensor, self._ranks[source], group=self._group)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """The value of rank `source`, on every member."""
         box = [value if self.number == source else None]
         with self.reporting_loss():
             dist.broadcast_object_list(box, self._ranks[source], group=self._group)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every member's value."""
         values: list[Any] = [None] * len(self._members)
         with self.reporting_loss():
             dist.all_gather_object(values, value, group=self._group)

@@ -53,8 +53,6 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Forwards:
-    """Of one stage."""
-
     def __init__(
         self,
         index: int,

@@ -57,7 +57,6 @@ def tensors_in(value: Any) -> Tensors:
 
 
 def clones(value: T) -> T:
-    """The same value with clones of its tensors."""
     cloned: T = tree_map_only(Tensor, Tensor.clone, value)
     return cloned
 
@@ -190,7 +189,6 @@ class LearnedRoutes:
         self._rules: list[list[_Rule]] | None = None  # None: nothing can be derived
 
     def add(self, sizes: Dimensions, passing: RouteSpecs) -> None:
-        """What was learned of a shape."""
         self._learned[sizes] = passing
         self._derived.cache_clear()
         if len(self._learned) > MOST_KEPT:

@@ -188,8 +188,6 @@ class Repeating(_Mode):  # type: ignore[no-untyped-call]
 
 
 def saving_nothing(stage: int) -> saved_tensors_hooks:
-    """In this context autograd saves nothing."""
-
     def refuse(nothing: None) -> Tensor:
         raise InputError(f"stage {stage} takes a gradient in its forward: only level 'full' recomputes such a stage")
 

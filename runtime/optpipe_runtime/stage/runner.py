@@ -120,12 +120,6 @@ class StageRunner:
             return forwards.run(running, microbatch, arguments)
         return forwards.run_to_repeat(running, microbatch, arguments, recompute)
 
-    def evaluate(
-        self, microbatch: int, inputs: Tensors, target: Tensors, form: int, kwargs: Mapping[str, Any]
-    ) -> Tensors:
-        """F without a backward to follow: keeps nothing."""
-        return self.forwards.evaluate(self.io[form], microbatch, Arguments(inputs, target, kwargs))
-
     def recompute(self, microbatch: int) -> None:
         """C: the forward again, with the random numbers and buffers of the first time, and now keeping what the
         backward needs."""
@@ -200,15 +194,12 @@ class StageRunner:
         return [sum(sizes[i] for i in group) for group in balance(sizes, parts)]
 
     def offload(self, microbatch: int, part: int) -> Sequence[Handle]:
-        """O"""
         return self._running[microbatch].activation.offload(part, self._parts, OnHost(self._link, self._pool))
 
     def drop(self, microbatch: int, part: int) -> None:
-        """D"""
         self._running[microbatch].activation.drop(part)
 
     def reload(self, microbatch: int, part: int) -> Sequence[Handle]:
-        """R"""
         return self._running[microbatch].activation.reload(part)
 
     def activation(self, microbatch: int) -> Activation:

@@ -204,7 +204,6 @@ class Replay:
         return restore
 
     def end_step(self) -> None:
-        """Lets go of copies."""
         self._copies.clear()
 
     def _save(self) -> list[Entry]:

@@ -44,7 +44,6 @@ class OpTimer:
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Times what runs in this context."""
         if not self.recording:
             yield
         else:

@@ -67,8 +67,6 @@ def tokens_and_squares(*inputs: Any, **kwargs: Any) -> dict[str, float]:
 
 
 class PreparedStep(NamedTuple):
-    """A step that is being prepared on this rank."""
-
     announcement: StepAnnouncement
     begins: threading.Event  # until it is set, the planner may look for a better schedule
     planned: Future[PlannedStep | Unmeasured]

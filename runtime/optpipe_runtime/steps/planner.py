@@ -41,16 +41,12 @@ Row = tuple[float, ...]  # the features of one
 
 
 class MeasuredStep(NamedTuple):
-    """What a rank has measured in one step."""
-
     number: int
     times: Mapping[int, Floats]  # by stage: `TIMES` in ms, (3, m)
     excess: float  # how many times the certified bytes it held, at least 1
 
 
 class StepAnnouncement(NamedTuple):
-    """What one rank announces of a step to come."""
-
     number: int
     shapes: BatchShapes | InputError  # what it has of the micro-batches, or why that is none
     features: Features | None  # on the rank that plans

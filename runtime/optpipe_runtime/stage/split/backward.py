@@ -277,8 +277,6 @@ def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class SplitBackward:
-    """Of one stage."""
-
     def __init__(
         self,
         modules: Iterable[nn.Module],
@@ -293,7 +291,6 @@ class SplitBackward:
         self.whole = False  # compiled regions must not end at ops that could be split
 
     def learn_anew(self, module: nn.Module) -> None:
-        """Forgets what was learned of the stage's module."""
         self.calls, self.at_b, self.norms_wait, self.whole = Calls(module), None, True, False
 
     @contextmanager

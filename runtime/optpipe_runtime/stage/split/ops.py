@@ -176,7 +176,6 @@ class Casts:
         return cast
 
     def storages(self) -> set[int]:
-        """Of the casts that there are."""
         return {storage_key(cast) for _, cast in self._cast.values()}
 
     def clear(self) -> None:
