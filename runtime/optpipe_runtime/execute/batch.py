@@ -27,8 +27,7 @@ FIRST = SimpleNamespace(split_dim=0)
 
 @dataclass(frozen=True)
 class ChunkSpecs:
-    """How arguments are cut: for positional ones a spec each, for the others by name. None cuts along the first
-    dimension what has one."""
+    """How arguments are cut: one spec for each. None cuts along the first dimension what has one."""
 
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -135,8 +134,7 @@ def require_weights(weights: Sequence[float], microbatches: int) -> None:
 
 
 def cut(batch: Any, microbatches: int, name: str, specs: tuple[Any, ...] | None = None) -> list[tuple[Any, ...]]:
-    """The micro-batches, each a tuple with one entry for each value. Raises `InputError` if the batch has no tensor or
-    does not divide."""
+    """The micro-batches, each a tuple of values. Raises `InputError` if there is no tensor or it does not divide."""
     if isinstance(batch, Microbatches):
         rows = [tuple(row) if isinstance(row, tuple | list) else (row,) for row in _counted(batch, microbatches, name)]
         for j, row in enumerate(rows):

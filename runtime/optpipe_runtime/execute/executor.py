@@ -26,8 +26,7 @@ NOTHING = Done()
 
 
 class Executor:
-    """Runs plans on what this rank has. After the next micro-batches have got other shapes than the last ones, call
-    `bytes.forget`."""
+    """Runs plans on this rank. When the shapes of micro-batches have changed, call `bytes.forget`."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._stages, self._messages = rank, rank.stages, rank.messages
@@ -333,8 +332,7 @@ class ByteCounts:
             step.allocated.append(int(statistics["allocated_bytes"]["all"]["current"]))
 
     def end(self, step: StepRecord) -> dict[str, int | None]:
-        """After the last op: the peaks for the report, and what the plan allows. Logs once for each plan that
-        more was held than certified."""
+        """The peaks for the report, and what the plan allows. Logs once for each plan that more was held."""
         rank, plan, evaluating = self._rank, step.plan, step.evaluating
         if step.counting:
             self._counted = plan

@@ -54,8 +54,7 @@ class Learner:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """In this context the rank's `io` may become that of other micro-batches. Afterwards it is as it was, without
-        learning anything again."""
+        """In this context `io` may become that of other micro-batches. Afterwards it is as it was."""
         before = self._current
         yield
         if before is not None and before is not self._current:
@@ -91,8 +90,7 @@ class Learner:
     def take(
         self, answers: Sequence[BatchShapes | InputError], batch: Batch | None = None, evaluating: bool = False
     ) -> bool:
-        """The same, where the ranks have exchanged what they have. Collective if a shape must be learned, which needs
-        the batch."""
+        """The same, from what all ranks have. Collective if a shape must be learned, which needs the batch."""
         self._current = None
         by_rank = []
         for answer in answers:

@@ -118,8 +118,7 @@ class _Transfers(NamedTuple):
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor as it can be sent: contiguous, resolved, and the only one in its storage, so that it holds no more
-    than its own bytes."""
+    """The tensor as it can be sent: contiguous, resolved, and alone in its storage, which holds no more bytes."""
     whole = tensor.resolve_conj().resolve_neg().contiguous()
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 

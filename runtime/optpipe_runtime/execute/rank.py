@@ -143,16 +143,14 @@ class Rank:
         return sum(spec.nbytes for spec in (io.inputs if message.kind == Kind.F else io.output_gradients))
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
-        """Raises `ScheduleError` if this rank has no code for an op or a level, or a feature cannot run the
-        schedule."""
+        """Raises `ScheduleError` if this rank has no code for an op or level, or a feature cannot run it."""
         require_kinds(schedule, [*PLAIN, *(kind for feature in self.features for kind in feature.handlers)])
         require_levels(schedule, self.levels)
         for feature in self.features:
             feature.require(schedule, layout)
 
     def close(self) -> None:
-        """Ends what the features do, and the threads of this rank, once its last messages have left. What fails leaves
-        nothing else open."""
+        """Ends the threads here once the last messages have left. What fails leaves nothing else open."""
         with ExitStack() as last_first:
             for end in (self.team.end, self.reductions.close, self.link.close, self._flush):
                 last_first.callback(end)

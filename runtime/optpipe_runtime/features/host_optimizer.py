@@ -27,8 +27,7 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 class HostOptimizer:
-    """The optimizer of one stage, on the host. `optimizer` is what the factory returned, such as for a scheduler of
-    learning rates."""
+    """One stage's optimizer on the host. `optimizer` is what the factory returned, as for a scheduler."""
 
     def __init__(
         self,
@@ -171,8 +170,7 @@ class HostOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned, and copies the parameters to the device. Raises `InputError` if it does not
-        fit."""
+        """Loads a `state_dict`, and copies the parameters to the device. Raises `InputError` if it does not fit."""
         if state.keys() != {"parameters", "optimizer"}:
             raise InputError(
                 f"stage {self._stage}: what was saved is no state_dict of an optimizer on the host, it has "
@@ -229,8 +227,7 @@ ALIGNED = 64  # bytes
 
 
 class HostParameter:
-    """A parameter on the device, its `master` copy on the host, and a host buffer `slot` of the device's type, through
-    which both copies go."""
+    """A parameter on the device, its `master` on the host, and a host `slot` of its type between them."""
 
     def __init__(self, name: str, parameter: nn.Parameter, slot: Tensor) -> None:
         self.name, self.parameter, self.slot = name, parameter, slot
@@ -249,8 +246,7 @@ class HostParameter:
 
     @property
     def touched(self) -> bool:
-        """Whether something else has changed the parameter in place. The copies here go by `data`, which does not
-        count."""
+        """Whether something else has changed it in place. Copies here go by `data`, which does not count."""
         return version(self.own) != self._version
 
     def fill(self) -> None:

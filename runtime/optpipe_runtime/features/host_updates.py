@@ -25,8 +25,7 @@ from optpipe_runtime.stage.trial import OpTimer, Spread, Trials
 
 
 class HostUpdates(Feature):
-    """`optimizers` are those of this rank's stages. Making one is collective. Raises `InputError` if one cannot be on
-    the host."""
+    """Of this rank's stages. Making one is collective. Raises `InputError` if a stage cannot be updated here."""
 
     def __init__(self, rank: Rank, factories: Mapping[int, Factory], clipped: bool) -> None:
         self._rank, self._clipped = rank, clipped
@@ -53,8 +52,7 @@ class HostUpdates(Feature):
                     )
 
     def profile(self, trials: Trials, clock: Clock, repeats: int) -> Mapping[int, Mapping[str, Spread]]:
-        """The optimizers of all ranks at once. A second one of each stage runs with gradients of zero, so that the
-        state of the first stays."""
+        """All ranks at once. Second optimizers run with gradients of zero, so that the first keep their state."""
         updates = {s: (OpTimer(clock), optimizer.duplicate()) for s, optimizer in self.optimizers.items()}
 
         def once() -> None:

@@ -150,8 +150,7 @@ class LinkOrder(NamedTuple):
 
 
 def link_orders(schedule: Schedule, rank: int, layout: Layout) -> tuple[LinkOrder | None, ...]:
-    """One entry for each channel of the rank's link, None for a channel without transfers. Empty if the rank shares no
-    link."""
+    """One entry for each channel of the rank's link, None without transfers. Empty if it shares no link."""
     if (link := layout.link(rank)) is None:
         return ()
     order = schedule.links[link].ops() if link in schedule.links else []

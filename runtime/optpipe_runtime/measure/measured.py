@@ -57,8 +57,7 @@ class Figures(NamedTuple):
 
 
 def slowest(peers: Sequence[Figures]) -> Figures:
-    """What inner peers have found, as one rank: the longest times, the most bytes, but the least of what a device has
-    and of what leaves it."""
+    """Inner peers as one rank: the longest times, the most bytes, the least of what devices have and offload."""
     if len(peers) == 1:
         return peers[0]
     first = peers[0]

@@ -194,8 +194,7 @@ def _costs(times: Mapping[str, Spread], trials: Sequence[Trial]) -> dict[str, An
 
 
 def _host_budget(rank: Rank, trials: Trials, costs: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The pool's limit in the problem's bytes. Pages take more than `offload_bytes`, because parts are uneven and sizes
-    are rounded up."""
+    """The pool's limit in the problem's bytes. Pages take more: parts are uneven, and sizes are rounded up."""
     limit = rank.pool.limit
     if limit is None:
         return None

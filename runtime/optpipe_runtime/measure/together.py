@@ -1,5 +1,4 @@
-"""Times that ranks measure together: all at the same time, and equally long on all; transfers beside compute, and
-messages."""
+"""Times that ranks measure at once, and equally long: ops, transfers beside compute, and messages."""
 
 from __future__ import annotations
 

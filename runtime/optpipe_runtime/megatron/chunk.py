@@ -37,8 +37,7 @@ class Step:
 
 
 class Chunk(CheckedStage):
-    """A chunk of Megatron's as a stage: takes what comes from the previous one, and `place`, which has the number of
-    the micro-batch."""
+    """A chunk of Megatron's as a stage. It also takes `place`, which has the number of the micro-batch."""
 
     def __init__(self, model: nn.Module, stage: int, first: bool, last: bool) -> None:
         super().__init__()

@@ -280,14 +280,12 @@ class Activation:
             block.storage = None
 
     def shared_blocks(self) -> frozenset[int]:
-        """Right after a drop: the numbers of the blocks that something else holds, so that dropping them freed
-        nothing."""
+        """Right after a drop: the numbers of the blocks that something else holds, so that it freed nothing."""
         blocks = enumerate(self._blocks.values())
         return frozenset(i for i, block in blocks if block.storage is None and block.ref.alive)
 
     def release(self) -> None:
-        """When the backward or a recompute begins: from now on what uses the blocks alone owns them, and frees them as
-        it runs."""
+        """When the backward or a recompute begins: what uses the blocks now owns them, and frees them."""
         self._released = [block.ref for block in self._blocks.values()]
         self._blocks.clear()
 

@@ -80,8 +80,7 @@ def allocate(nbytes: int, device: torch.device) -> HostMemory:
 
 
 def require_free(nbytes: int) -> None:
-    """Raises `OptPipeError` if the system has less. If all of it was used, or locked, the system would end processes,
-    this one perhaps."""
+    """Raises `OptPipeError` if the system has less: with all of it used or locked, it would end processes."""
     free = free_bytes()
     if free is not None and nbytes > free:
         needed, left = distinct_sizes(nbytes, free)

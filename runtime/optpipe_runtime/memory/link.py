@@ -132,8 +132,7 @@ def require_queues(layout: Layout, rank: int, device: torch.device) -> None:
 
 
 def channel_tokens(team: Team, layout: Layout, device: torch.device) -> tuple[ChannelToken, ...]:
-    """Collective: one token for each channel of this rank's link, none if it shares no link. Every rank makes the
-    process groups of all links."""
+    """Collective, as ranks make the groups of all links: a token for each channel of a shared link of this rank."""
     tokens = [
         (sharers, ChannelToken(team, sharers, device))
         for sharers in layout.shared_links.values()

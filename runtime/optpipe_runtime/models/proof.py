@@ -242,8 +242,7 @@ def _runnable(model: Any) -> Any:
 
 
 def _randomized(model: Any) -> Any:
-    """Noise on all parameters, also those that are frozen: one that is zero, such as a gate, would hide what it
-    multiplies."""
+    """Noise on all parameters, frozen ones, too: one that is zero, such as a gate, hides what it multiplies."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -156,8 +156,7 @@ def require_bytes(name: str, value: int | None) -> None:
 
 
 def compute_device(device: torch.device | None, kinds: Sequence[str | None]) -> torch.device:
-    """The device that this rank computes on, from the kinds of device of all ranks. A rank without parameters takes
-    the kind of the others."""
+    """The device of this rank, from the kinds of all ranks. Without parameters it takes the others' kind."""
     used = sorted({kind for kind in kinds if kind is not None})
     if len(used) > 1:
         raise InputError(

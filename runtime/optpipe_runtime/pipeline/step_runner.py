@@ -148,8 +148,7 @@ class StepRunner:
         return measured
 
     def profile_in_step(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
-        """The same before a planned step, so that other replicas need not do it, too. The step's schedules need not fit
-        this problem."""
+        """The same before a planned step, for this replica alone. The step's schedules need not fit it."""
         if not self.executor.idle:
             raise OptPipeError("a pipeline is profiled only between two steps")
         rank = self.rank

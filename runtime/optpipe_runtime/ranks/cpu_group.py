@@ -89,8 +89,7 @@ class CpuGroup:
         self._method = method
 
     def share(self, *values: int, method: str = "") -> Shared:
-        """Gives this rank's row to all ranks, without waiting. `method` is what the ranks must have called; by default
-        what they have entered."""
+        """Sends this rank's row, without waiting. All ranks must have called `method`; by default what they entered."""
         method = method or self._method
         table = torch.zeros(len(self._team.everyone), 1 + MOST_VALUES, dtype=torch.int64)
         # Ranks in different methods have different numbers of values, and must still send equally many bytes.

@@ -182,8 +182,7 @@ def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:
 
 
 def _kinds(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Plain parameters, those of each device mesh, and parts that are spread alike: torch's norm functions take one
-    kind at a time."""
+    """Groups plain parameters, those of each mesh, and parts spread alike: torch takes one kind at a time."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         if isinstance(parameter, DTensor):

@@ -35,8 +35,7 @@ from optpipe_runtime.torch_private.groups import delayed_parameters
 
 
 class Copied:
-    """A stage in `DistributedDataParallel`, whose own forward and backward run once a step, when all gradients are
-    complete."""
+    """A stage in `DistributedDataParallel`, which runs once a step, when all gradients are complete."""
 
     def __init__(self, s: int, wrapper: DistributedDataParallel, team: Team) -> None:
         require_apart(
@@ -137,8 +136,7 @@ class Replicas:
                 stage.shard()
 
     def gather(self, s: int) -> None:
-        """Begins to gather the parameters of a stage, once in a context of `gathering`. All replicas gather their
-        stages in the same order."""
+        """Begins to gather a stage, once in a context of `gathering`, on all replicas in the same order."""
         if self.sharded[s].ranks and s not in self._gathered:
             self._gathered.append(s)
             with self.exchanging():

@@ -92,8 +92,7 @@ class Sharded:
             self._gathers.pop(0).wait()
 
     def shard(self) -> None:
-        """Shards the parameters again where nothing was reduced: after an evaluation, a profile or a failure. Needs no
-        communication."""
+        """Shards again where nothing was reduced: after an evaluation, profile or failure. No communication."""
         if not self._is_whole:
             return
         self._gathers.clear()
@@ -141,8 +140,7 @@ class Sharded:
         return total
 
     def held_bytes(self) -> int:
-        """What is held now, by live storages; a reduction may run meanwhile. Notes how large gradients are, for
-        `gradient_bytes`."""
+        """Live storages now; a reduction may run meanwhile. Notes sizes of gradients for `gradient_bytes`."""
         held = [*self._read, *(group.gathering for group in self._groups if group.gathering is not None)]
         for parameter in self._parameters:
             for gradient in parameter.gradients:

@@ -154,8 +154,7 @@ class Team:
         return len(self.ranks)
 
     def subgroup(self, members: Iterable[int], device: torch.device) -> Subgroup:
-        """Collective: a process group of these members of the pipeline, for tensors on `device`. This rank need not be
-        a member."""
+        """Collective: a group of these members of the pipeline. This rank need not be one."""
         pipelines = [pipeline for team in self._grid.teams for pipeline in team]
         return self._subgroup(sorted(members), self.ranks, pipelines, device)
 

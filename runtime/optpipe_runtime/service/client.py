@@ -261,8 +261,7 @@ class ScheduleClient:
     # A search on this host
 
     async def _search_here(self) -> None:
-        """Searches in processes of their own, nicer than the training, until time is up or the best is proven;
-        cancelling it ends them."""
+        """Searches in processes nicer than the training, to the time limit or a proof; cancelling ends them."""
         options = self._options.arguments()
         begin = partial(improve, self._problem, warm_start=self._best, cache=self._cache, admit=_be_nicer, **options)
         try:
@@ -400,8 +399,7 @@ class ScheduleClient:
             self._to_report.set()
 
     async def _report_adoptions(self) -> None:
-        """Reports adoptions, one after the other, until the service has taken or refused each; after `close` until none
-        is left."""
+        """Reports adoptions one by one, until each is taken or refused; after `close` until none is left."""
         while self._adoptions or not self._closing.is_set():
             await self._to_report.wait()
             self._to_report.clear()

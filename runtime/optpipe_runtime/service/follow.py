@@ -143,8 +143,7 @@ class Follower:
     # Before a step
 
     def _begin(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None) -> None:
-        """What the first steps need, and what the caller has changed: a profile, a schedule, and a search that follows
-        the problem."""
+        """What the first steps need, and the caller has changed: profile, schedule, search for the problem."""
         pipe, running = self._pipe, self._pipe.schedule
         if pipe.problem is None and (running is not None or self._activation_budget_bytes is not None):
             problem = pipe.profile(inputs, targets, self._activation_budget_bytes, self._offload_parts, kwargs=kwargs)

@@ -148,8 +148,7 @@ class _Pieces(httpx.AsyncByteStream):
 
 @asynccontextmanager
 async def _in_time(seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """Raises `UnavailableError` if what runs in this context takes longer, be it that nothing comes or that bytes
-    trickle in."""
+    """Raises `UnavailableError` if this context takes longer, whether nothing comes or bytes trickle in."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield limit
@@ -292,8 +291,7 @@ def parse(model: type[Model], text: str | bytes) -> Model:
 
 
 def verified(text: bytes, problem: Problem, placements: Placements) -> Schedule:
-    """The schedule of an incumbent, checked on the client's own problem. Raises `InvalidAnswerError` if it is not
-    valid."""
+    """An incumbent's schedule, checked on the client's problem. Raises `InvalidAnswerError` if it is invalid."""
     found = parse(IncumbentAnswer, text).schedule
     if found.placement and placements == "keep":
         raise InvalidAnswerError("a schedule for other stages than the problem's")

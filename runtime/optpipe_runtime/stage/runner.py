@@ -121,8 +121,7 @@ class StageRunner:
         return forwards.run_to_repeat(running, microbatch, arguments, recompute)
 
     def recompute(self, microbatch: int) -> None:
-        """C: the forward again, with the random numbers and buffers of the first time, and now keeping what the
-        backward needs."""
+        """C: the forward again, with the first time's random numbers and buffers; keeps what backwards need."""
         running = self._running[microbatch]
         again, running.again = running.again, None
         assert again is not None
@@ -188,8 +187,7 @@ class StageRunner:
     # Transfers
 
     def part_bytes(self, parts: int, level: str = "") -> list[int]:
-        """The bytes of each of `parts` parts of an activation, or of its checkpoint at a level; zeros before the first
-        forward."""
+        """Bytes of each part of an activation, or of its checkpoint at a level; zeros before the first forward."""
         sizes = self.forwards.sizes.get(level, ())
         return [sum(sizes[i] for i in group) for group in balance(sizes, parts)]
 

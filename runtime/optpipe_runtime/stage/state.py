@@ -117,8 +117,7 @@ def _set(place: Any, name: Any, value: Any) -> None:
 
 
 def save_random(device: torch.device) -> Restore:
-    """Saves the states of the random numbers of torch, Python, and numpy if that is in use. Returns a function that
-    restores them."""
+    """Saves random numbers of torch, Python, and numpy if that is in use. Returns what restores them."""
     cpu, python = torch.get_rng_state(), random.getstate()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     numpy = sys.modules.get("numpy.random")

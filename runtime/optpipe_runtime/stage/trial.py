@@ -1,5 +1,4 @@
-"""`Trial`: one stage, tried alone on one route. It runs the ops in turn, times them, and counts the bytes held after
-each."""
+"""`Trial`: one stage, tried alone on one route: times of its ops, and the bytes held after each."""
 
 from __future__ import annotations
 

@@ -80,8 +80,7 @@ def measured_step(number: int, report: StepReport, problem: Problem, stages: Seq
 
 
 class StepPlanner:
-    """Plans steps on the rank of the first stage, whose number in the pipeline is `rank`. `times`: those learnt in an
-    earlier training."""
+    """Plans steps on the rank of the first stage, `rank`. `times`: those learnt in an earlier training."""
 
     def __init__(self, rank: int, times: CostModel | None) -> None:
         self._rank, self.times = rank, times  # can be kept in a file; None until a first profile

@@ -128,8 +128,7 @@ class Schedules:
     # Around a step
 
     def votes(self) -> tuple[int, int, int]:
-        """What this rank votes with a step: for the offer, and how long its last step took, in microseconds less than
-        0."""
+        """What this rank votes: for the offer, and its last step's time in microseconds, negative."""
         microseconds, self._last_ms = round(1e3 * self._last_ms), 0.0
         with self._lock:
             nothing_new = self._newest is None
@@ -202,8 +201,7 @@ class Schedules:
         self.planned.plan = plan
 
     def reserve(self, plan: Plan) -> None:
-        """Allocates the host memory that a plan needs, unless it is there. Raises `OptPipeError` if there is too
-        little."""
+        """Allocates the host memory that a plan still needs. Raises `OptPipeError` if there is too little."""
         pool, parts = self._rank.pool, [stage.offload_parts for stage in plan.problem.stages]
 
         @cache
@@ -240,8 +238,7 @@ class Schedules:
         self.version += 1
 
     def _reserve_now(self, plan: Plan) -> bool:
-        """Reserves host memory, unless the plan is for another number of micro-batches, whose sizes are learned first.
-        Returns whether it has."""
+        """Reserves host memory, and returns True, unless sizes for another number of micro-batches come first."""
         if plan.problem.microbatches != self._rank.microbatches:
             return False
         self.reserve(plan)

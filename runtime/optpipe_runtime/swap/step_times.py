@@ -57,8 +57,7 @@ class StepTimes:
             self.swapped(self._now.plan, comparable=False)
 
     def add(self, ms: float) -> tuple[TimedPlan, TimedPlan] | None:
-        """Takes the time of a step. If this shows that the newest schedule is too slow, returns it and the one to go
-        back to."""
+        """Takes a step's time. If the newest schedule proves too slow, returns it and the one to go back to."""
         if self._now is None or self._first:
             self._first = False
             return None

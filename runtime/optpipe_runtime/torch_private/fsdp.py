@@ -174,8 +174,7 @@ def _copied(thing: Any) -> Any:
 
 
 def _replace(owner: Any, copies: dict[int, Any]) -> None:
-    """Puts copies into the attributes of their owner, also within lists. `copies` are by the identity of what they
-    copy."""
+    """Puts copies, by the identity of what they copy, into their owner's attributes and lists in them."""
     for name, value in vars(owner).items():
         if isinstance(value, list):
             vars(owner)[name] = [copies.get(id(item), item) for item in value]

@@ -1,5 +1,4 @@
-"""`SplitBackward`: what the forwards and backwards of one stage run in, so that a B leaves weight gradients to its
-W."""
+"""`SplitBackward`: what one stage's forwards and backwards run in, so that a B leaves weight gradients to W."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ def _trains(*arguments: Any) -> bool:
 
 @lru_cache
 def _opened(func: FunctionType) -> FunctionType:
-    """A function of torch.nn.functional that does not offer itself to a mode as a whole, so that the mode sees the ops
-    in it."""
+    """The function of torch.nn.functional, but a mode sees the ops in it, and not the function as a whole."""
     names = func.__globals__ | {"has_torch_function": lambda _: False}
     opened = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
     opened.__kwdefaults__ = func.__kwdefaults__
@@ -232,8 +230,7 @@ class Calls:
 
     @property
     def would_hold(self) -> int:
-        """An upper bound on the bytes that a B leaves to W: inputs of calls, each counted once, and the gradients of
-        their outputs."""
+        """Most bytes that a B leaves to W: inputs of calls, each counted once, and gradients of their outputs."""
         return self._output_bytes + sum(self._input_bytes.values())
 
     @contextmanager

@@ -63,8 +63,7 @@ def embedding(
 
 
 class _Split(torch.autograd.Function):
-    """Walks of the inner graph end where inputs `enter` it. Saved tensors are numbers in the list `kept`, empty
-    until B."""
+    """Walks of the inner graph end where inputs `enter` it. `kept` has saved tensors by number, from B on."""
 
     @staticmethod
     def forward(
