@@ -107,11 +107,9 @@ class Executor:
         self.abandon()
 
     def abandon(self) -> None:
-        """After a step that failed here: lets the other ranks finish theirs, and drops what is left of it.
-
-        From the failed op on, what the others wait for is sent as zeros, and what they send is received; gathers are
-        begun, for other replicas. Not for a step that updates parameters on the host.
-        """
+        """After a step that failed here: lets the other ranks finish theirs, and drops what is left of it. From the
+        failed op on, what the others wait for is sent as zeros, and what they send is received; gathers are begun, for
+        other replicas. Not for a step that updates parameters on the host."""
         transfers: list[Handle] = []
         for action in self._unfinished:
             self._begin(action)

@@ -58,10 +58,8 @@ def require_valid(
     schedule: Schedule, layout: Layout, problem: Problem | None = None, require: Check | None = None
 ) -> None:
     """Raises `ScheduleError` if the schedule is not valid or does not fit for `problem` in a pipeline of this layout.
-
     The answer is the same on every rank. So one rank checks a schedule and the others, which get it from that rank,
-    only `lower` it.
-    """
+    only `lower` it."""
     scheduled = Layout.from_problem(schedule.problem)
     if scheduled.placement != layout.placement:
         theirs, ours = list(scheduled.placement), list(layout.placement)

@@ -85,10 +85,8 @@ class Profiler:
 
 
 def retimed(problem: Problem, by_rank: Sequence[OpTimes]) -> Problem:
-    """The problem with these times; `by_rank`: what each has measured. Of inner peers the slowest counts.
-
-    Raises InputError if micro-batches or pairs of devices differ: times are learnt by stage.
-    """
+    """The problem with these times; `by_rank`: what each has measured. Of inner peers the slowest counts. Raises
+    InputError if micro-batches or pairs of devices differ: times are learnt by stage."""
     if problem.messages or isinstance(problem.p2p_ms, tuple) or any(any(stage.lists()) for stage in problem.stages):
         raise InputError(
             "the problem has figures by micro-batch or by pair of devices: steps show one time for each stage"

@@ -45,11 +45,8 @@ CPU = Sizes((128, 512), (16, 64, 256, 1024), (2**22, 2**24), (128, 256), repeats
 
 def measure(gpu: Gpu, device: torch.device, sizes: Sizes | None = None) -> Gpu:
     """Measure the parameters of `MEASURED` and their covariance on a device: CUDA, where matmuls have 16 bits, or a
-    CPU, where they have 32. By default it takes a minute at most.
-
-    `gpu` is the device's data sheet: fractions are of its figures. Links, network and what is left unexplained of an
-    iteration stay as they are in it.
-    """
+    CPU, where they have 32. By default it takes a minute at most. `gpu` is the device's data sheet: fractions are of
+    its figures. Links, network and what is left unexplained of an iteration stay as they are in it."""
     precision: Precision = "bf16" if device.type == "cuda" else "fp32"
     formulas = Formulas(gpu, Parallelism(), Run(microbatches=1, precision=precision))
     vague = [VAGUE**2 if name in MEASURED else 1e-12 for name in NAMES]

@@ -81,10 +81,8 @@ def _pick(least_or_most: Callable[..., Any], figures: Iterable[Mapping[Any, Any]
 
 
 def by_microbatch(profiles: Sequence[Measured], forms: Sequence[int]) -> Measured:
-    """One profile of micro-batches that differ, from a profile of each form: figures are lists, where they differ.
-
-    What only some can do, the others do in no time and without any effect; a spread is the widest.
-    """
+    """One profile of micro-batches that differ, from a profile of each form: figures are lists, where they differ. What
+    only some can do, the others do in no time and without any effect; a spread is the widest."""
     problems = [profiled.problem for profiled in profiles]
     if len(problems) == 1 and len(forms) == problems[0].microbatches:
         return profiles[0]

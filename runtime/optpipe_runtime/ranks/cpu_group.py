@@ -67,11 +67,9 @@ def on_each_rank(make: Callable[[], T], gather: Callable[[Any], list[Any]], desc
 
 
 class CpuGroup:
-    """A process group on CPU of all ranks of a team, one pipeline after the other.
-
-    `rank` is this rank's number in it: 0 is rank 0 of the first pipeline. `peers` is how many inner peers compute each
-    stage, of which this rank is number `peer`. Every method but `enter` and `name_of` is collective.
-    """
+    """A process group on CPU of all ranks of a team, one pipeline after the other. `rank` is this rank's number in it:
+    0 is rank 0 of the first pipeline. `peers` is how many inner peers compute each stage, of which this rank is number
+    `peer`. Every method but `enter` and `name_of` is collective."""
 
     def __init__(self, team: Team) -> None:
         self._team = team

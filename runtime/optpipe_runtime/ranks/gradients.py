@@ -106,11 +106,9 @@ def own_norm(
     cpu_group: CpuGroup,
     norm_type: float = 2.0,
 ) -> float:
-    """The norm of the gradients that this rank counts: those here, without those that another rank counts.
-
-    Collective if there are inner peers: a DTensor's norm is computed by all of its ranks, and `InputError` is raised if
-    a plain parameter has other gradients on other peers.
-    """
+    """The norm of the gradients that this rank counts: those here, without those that another rank counts. Collective
+    if there are inner peers: a DTensor's norm is computed by all of its ranks, and `InputError` is raised if a plain
+    parameter has other gradients on other peers."""
     elsewhere = set(map(id, uncounted))
     names = {parameter: name for name, parameter in parameters.items() if id(parameter) not in elsewhere}
     counted = _trained(names)

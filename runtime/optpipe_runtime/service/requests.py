@@ -195,11 +195,9 @@ def retry_after_s(text: str) -> float:
 
 
 def service_url(url: str | None, cache: ScheduleCache | None = None) -> str | None:
-    """The address of the service, this one or the environment's, without a slash at its end.
-
-    None, with a cache or if neither is there: the search runs on this host. Raises `InputError` for a text that is no
-    address, and for one beside a cache.
-    """
+    """The address of the service, this one or the environment's, without a slash at its end. None, with a cache or if
+    neither is there: the search runs on this host. Raises `InputError` for a text that is no address, and for one
+    beside a cache."""
     name = "url"
     if url is not None and cache is not None:
         raise InputError(f"url = {url[:100]!r}: with a cache None was expected, the service has its own")

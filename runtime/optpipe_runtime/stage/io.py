@@ -111,9 +111,7 @@ class StageIO:
 
 def enter(inputs: Tensors, numbers: Sequence[int], gradients: list[dict[int, Tensor | None]]) -> Tensors:
     """The inputs, those of these numbers as part of a new graph whose backward appends their gradients to `gradients`.
-
-    A leaf of the graph would do the same, but it would hold the input in memory.
-    """
+    A leaf of the graph would do the same, but it would hold the input in memory."""
     if not numbers:
         return inputs
     token = torch.empty(0, device=inputs[0].device, requires_grad=True)

@@ -67,11 +67,9 @@ BESIDE = -1  # the number of a micro-batch that runs beside others
 
 
 class Trial:
-    """One stage on one route. Its activations leave in so many `parts`, and it is recomputed by these `levels`.
-
-    `data` are the inputs, targets and named arguments of one micro-batch, the first two where the route begins or ends
-    here. Times and bytes have the names of the problem's fields, those of a level with its name before (`field_of`).
-    """
+    """One stage on one route. Its activations leave in so many `parts`, and it is recomputed by these `levels`. `data`
+    are the inputs, targets and named arguments of one micro-batch, the first two where the route begins or ends here.
+    Times and bytes have the names of the problem's fields, those of a level with its name before (`field_of`)."""
 
     def __init__(
         self,

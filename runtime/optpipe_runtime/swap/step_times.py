@@ -33,10 +33,9 @@ class TimedPlan:
 
 
 class StepTimes:
-    """Compares schedules by their measured steps. Given the same times, every rank comes to the same result.
-
-    The newest schedule is too slow if its median exceeds that of the last one with enough steps by more than
-    `TOLERANCE` of it and by more than three standard errors of the difference."""
+    """Compares schedules by their measured steps. Given the same times, every rank comes to the same result. The newest
+    schedule is too slow if its median exceeds that of the last one with enough steps by more than `TOLERANCE` of it and
+    by more than three standard errors of the difference."""
 
     def __init__(self) -> None:
         self._now: TimedPlan | None = None
