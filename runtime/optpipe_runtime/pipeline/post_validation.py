@@ -82,7 +82,20 @@ class PostValidation:
                 return
             self._waiting, self._taken_back = CALM, True
             self._log("it is taken back" + (", and made again, clipped" if isfinite(pending.norm) else ""))
-            self._correct(pending)
+            options_now, gradients_now = options_of(self._optimizer), hide(self._optimizer)
+            pending.undo(self._optimizer)
+            if isfinite(pending.norm):
+                assert self._max_norm is not None
+                restore(pending.gradients)
+                scale(parameters_of(self._optimizer), pending.total, self._max_norm)
+                self._repeating = True
+                try:
+                    self._optimizer.step()
+                finally:
+                    self._repeating = False
+            # What a scheduler of learning rates has changed since the update stays as it is.
+            set_options(self._optimizer, options_now, unless=pending.options_after)
+            restore(gradients_now)
 
     def correct(self) -> bool:
         """Settles. Returns whether an update was taken back since the last call."""
@@ -136,22 +149,6 @@ class PostValidation:
     def _fine(self, update: Update) -> bool:
         self.norm = update.norm
         return isfinite(update.norm) and (self._max_norm is None or not exceeds(update.total, self._max_norm))
-
-    def _correct(self, update: Update) -> None:
-        options_now, gradients_now = options_of(self._optimizer), hide(self._optimizer)
-        update.undo(self._optimizer)
-        if isfinite(update.norm):
-            assert self._max_norm is not None
-            restore(update.gradients)
-            scale(parameters_of(self._optimizer), update.total, self._max_norm)
-            self._repeating = True
-            try:
-                self._optimizer.step()
-            finally:
-                self._repeating = False
-        # What a scheduler of learning rates has changed since the update stays as it is.
-        set_options(self._optimizer, options_now, unless=update.options_after)
-        restore(gradients_now)
 
     def _log(self, what: str) -> None:
         if self._cpu_group.rank == 0:
