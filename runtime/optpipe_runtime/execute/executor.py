@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from optpipe.errors import OptPipeError
 from optpipe.model.ops import OPTIMIZER, Kind, Op
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.gradients import NO_WINDOWS
@@ -37,11 +36,6 @@ class Executor:
             self._handlers |= feature.handlers
         self._unfinished: Sequence[Action] = ()  # of a step that failed here, or is left out
         self._failed: Op | None = None
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing of a step is left. Only then another plan may run."""
-        return self._messages.idle and all(stage.idle for stage in self._stages.values())
 
     def run(
         self, plan: Plan, batch: Batch, evaluating: bool = False, will_count: Callable[[], bool] = lambda: False
@@ -92,8 +86,9 @@ class Executor:
             raise
         ended = self._clock.mark()
         self._clock.settle()
-        assert self.idle, "a step leaves nothing behind"
+        assert self._messages.idle, "a step leaves nothing behind"
         for stage in self._stages.values():
+            assert stage.idle, "a step leaves nothing behind"
             stage.end_step()
         report = step.report(self._clock, begun, ended, self.bytes.end(step))
         return report if batch.weights is None else replace(report, weights=tuple(batch.weights))
@@ -129,8 +124,6 @@ class Executor:
         self._unfinished = ()
 
     def _prepare(self, plan: Plan, evaluating: bool) -> None:
-        if not self.idle:
-            raise OptPipeError("the step before failed and left its messages behind: make a new Pipeline")
         self._messages.start_step()
         self._rank.pool.start_step()
         if not evaluating:

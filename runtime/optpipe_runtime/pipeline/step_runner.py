@@ -149,8 +149,6 @@ class StepRunner:
 
     def profile_in_step(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
         """The same before a planned step, for this replica alone. The step's schedules need not fit it."""
-        if not self.executor.idle:
-            raise OptPipeError("a pipeline is profiled only between two steps")
         rank = self.rank
         rank.cpu_group.require_equal(offload_parts=parts, repeats=repeats)
 
