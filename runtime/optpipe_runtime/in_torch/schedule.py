@@ -61,6 +61,9 @@ def torch_schedule(
 ) -> TorchSchedule:
     """A schedule of torch.distributed.pipelining that runs this one, with its offloads, drops and reloads.
 
+    Raises `InputError` if the stages are not those of this rank, are sharded by FSDP, or the schedule has other ops,
+    and `ScheduleError` if it cannot run or does not fit the memory.
+
     Parameters
     ----------
     schedule
@@ -73,13 +76,6 @@ def torch_schedule(
         The most host memory that offloaded activations may take; no limit by default.
     options
         Of torch's `PipelineScheduleMulti`, such as `scale_grads`.
-
-    Raises
-    ------
-    InputError
-        If the stages are not those of this rank, are sharded by FSDP, or the schedule has other ops.
-    ScheduleError
-        If the schedule cannot run or does not fit the memory.
     """
     return TorchSchedule(schedule, stages, loss_fn, host_memory_bytes, **options)
 

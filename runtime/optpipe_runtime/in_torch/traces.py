@@ -41,7 +41,8 @@ def record_trace(schedule: PipelineSchedule, folder: str | Path, after: int = 5,
     All ranks of the pipeline call it, once, before the steps. After the last recorded step each of them writes
     `folder/pipeline-N/rank-R.json.gz`, N the first rank of its pipeline, R its own, both of the whole run.
     `optpipe diagnose folder` reads them, each pipeline as a replica. Ranks compare their clocks before and after the
-    recorded steps; within a step nothing waits. If the training ends before, there is no file.
+    recorded steps; within a step nothing waits. If the training ends before, there is no file. Raises `InputError` if
+    the folder cannot be made, there is no step to record, or the schedule is being recorded already.
 
     Parameters
     ----------
@@ -53,11 +54,6 @@ def record_trace(schedule: PipelineSchedule, folder: str | Path, after: int = 5,
         How many training steps run before the first that is recorded: the first ones often take longer.
     steps
         How many are recorded. Evaluations do not count, and are not recorded.
-
-    Raises
-    ------
-    InputError
-        If the folder cannot be made, there is no step to record, or the schedule is being recorded already.
     """
     if after < 0 or steps < 1:
         raise InputError(f"after = {after}, steps = {steps}: after at least 0 steps, at least 1 to record are expected")

@@ -52,13 +52,14 @@ class ForwardBackward:
     """Made by `forward_backward_func`. Call it as Megatron's own `forward_backward_func`.
 
     `report` is that of the last step on this rank: its time, and the peaks of activations, host memory and messages, in
-    the first step by a schedule. None before the first.
+    the first step by a schedule. `pipeline` runs the schedule, for `load`, `offer` and what else a `Pipeline` can do.
+    Both are None before the first call.
     """
 
     def __init__(self, schedule: Schedule, host_memory_bytes: int | None) -> None:
         require_one_route(schedule.problem, "Megatron")
         self._schedule, self._host_memory_bytes = schedule, host_memory_bytes
-        self._pipeline: Pipeline | None = None
+        self.pipeline: Pipeline | None = None
         self._chunks: list[Chunk] = []
         self.report: StepReport | None = None
 
@@ -146,29 +147,24 @@ class ForwardBackward:
                 batch, batch, activation_budget_bytes, offload_parts, repeats, kwargs={"place": batch}
             )
 
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """What runs the schedule, for `load`, `offer` and what else a `Pipeline` can do; None before the first call."""
-        return self._pipeline
-
     def close(self) -> None:
         """Ends the threads of this rank."""
-        if self._pipeline is not None:
-            self._pipeline.close()
+        if self.pipeline is not None:
+            self.pipeline.close()
 
     def __enter__(self) -> ForwardBackward:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._pipeline is not None:
-            self._pipeline.__exit__(kind, error, trace)
+        if self.pipeline is not None:
+            self.pipeline.__exit__(kind, error, trace)
 
     def _start(
         self, chunks: list[nn.Module], groups: Any, step: Step, data_iterator: Any, adjust: Any = None
     ) -> Pipeline:
         """The pipeline of these chunks, which get the step. Collective in the first call. What a rank refuses
         later ends the pipeline, so that no other rank waits for it; these raise the same sentence."""
-        first, pipeline = self._pipeline is None, self._pipeline or self._make_pipeline(chunks, step.config, groups)
+        first, pipeline = self.pipeline is None, self.pipeline or self._make_pipeline(chunks, step.config, groups)
         try:
             if first:
                 pipeline.load(self._schedule)
@@ -200,7 +196,7 @@ class ForwardBackward:
             lambda error: f"rank {groups.pp.rank()}: {error}",
         )
         layout = Layout.from_problem(self._schedule.problem)
-        self._pipeline = Pipeline(
+        self.pipeline = Pipeline(
             {chunk.stage: chunk for chunk in self._chunks},
             layout.placement,
             lambda output, _: output,
@@ -213,7 +209,7 @@ class ForwardBackward:
             inner=inner_group(groups),
             scale_grads=False,  # Megatron's `forward_step` scales losses, auxiliary ones, too
         )
-        return self._pipeline
+        return self.pipeline
 
     def _places(self, step: Step, seq_length: int, micro_batch_size: int) -> Tensor | Microbatches:
         """The number of each micro-batch, in a shape that changes when the batch does; with `variable_seq_lengths`, in

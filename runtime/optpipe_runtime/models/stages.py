@@ -29,7 +29,8 @@ def stages_of(
     model's parameters.
 
     A parameter that stages on several ranks use, such as an embedding that is the head, too, is tied by the `Pipeline`.
-    A language model is compared with its stages on a small run (`models.proof`).
+    A language model is compared with its stages on a small run (`models.proof`). Raises `InputError` if the model is of
+    another kind, cannot be cut so, or is not what its stages are in a row.
 
     Parameters
     ----------
@@ -48,11 +49,6 @@ def stages_of(
         many.
     rank
         The number of this rank in `placement`. None: that of torch.distributed.
-
-    Raises
-    ------
-    InputError
-        If the model is of another kind, cannot be cut so, or is not what its stages are in a row.
     """
     if isinstance(placement, Schedule):
         layers, placement = _as_found(placement, layers)

@@ -57,7 +57,8 @@ def collective(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concat
 
 
 class Pipeline:
-    """This rank's part of the pipeline. Making one is collective: every rank does it, with the same placement.
+    """This rank's part of the pipeline. Making one is collective: every rank does it, with the same placement. Raises
+    `InputError` on every rank for arguments that are wrong or do not fit together.
 
     The modules stay the user's: parameters, buffers, state dict and optimizer are untouched. They may be in
     `DistributedDataParallel` or `fully_shard`ed over the replicas; gradients are then the mean over the replicas, too.
@@ -120,11 +121,6 @@ class Pipeline:
         What `profile` found, with the spread of each measurement; None before.
     runner
         Runs the steps; for what is built on a pipeline, as `PlannedSteps`.
-
-    Raises
-    ------
-    InputError
-        For arguments that are wrong or do not fit together, on every rank.
     """
 
     def __init__(

@@ -37,7 +37,6 @@ class Subgroup:
     ) -> None:
         self._team, self._members, self._group, self._ranks = team, members, group, ranks
         self.number = ranks.index(dist.get_rank())  # of this rank
-        self.on_gpus = group is not None and dist.get_backend(group) == "nccl"
 
     def meet(self, device: torch.device) -> None:
         """Lets every two members exchange a byte, in the same order on all ranks. NCCL connects two ranks at their

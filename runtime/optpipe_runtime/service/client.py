@@ -97,7 +97,8 @@ class Offer:
 
 
 class ScheduleClient:
-    """Follows one problem, on a service or on this host.
+    """Follows one problem, on a service or on this host. Raises `InputError` if the url or the key cannot be one, or an
+    option is unknown or out of range. Whatever goes wrong later is logged.
 
     Parameters
     ----------
@@ -116,12 +117,6 @@ class ScheduleClient:
         there, and what it finds is kept there. The service has a cache of its own.
     options
         `ClientOptions`, of the search. Threads and memory are at most those of the service's worker.
-
-    Raises
-    ------
-    InputError
-        If the url or the key cannot be one, or an option is unknown or out of range. Whatever goes wrong later is
-        logged.
     """
 
     def __init__(

@@ -46,7 +46,8 @@ MOST_STEPS = 1024  # that one median is over
 
 
 class Follower:
-    """Trains a pipeline by the schedules of a service. Making one, `step` and `close` are collective.
+    """Trains a pipeline by the schedules of a service. Making one, `step` and `close` are collective. Raises
+    `InputError` for an argument that cannot be right.
 
     Parameters
     ----------
@@ -63,11 +64,6 @@ class Follower:
         How far times may change, as a share of a stage's F + B + W, before they become the problem.
     key, cache, options
         Passed to `ScheduleClient`. `placements` is `keep`: a training keeps its stages.
-
-    Raises
-    ------
-    InputError
-        For an argument that cannot be right.
     """
 
     def __init__(

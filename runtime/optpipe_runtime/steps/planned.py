@@ -79,6 +79,7 @@ class PreparedStep(NamedTuple):
 
 class PlannedSteps:
     """Trains a pipeline with a schedule for every step. Making one and its methods, but `problem`, are collective.
+    Raises `InputError` if the pipeline has several routes or `whole_gradients`, or `costs` has other stages.
 
     Parameters
     ----------
@@ -94,11 +95,6 @@ class PlannedSteps:
     costs
         The times learnt in an earlier training (`CostModel.load`), on the rank of the first stage. With them come the
         rules of its last step, from which the search for the first one starts.
-
-    Raises
-    ------
-    InputError
-        If the pipeline has several routes, or `whole_gradients`, or `costs` is of one with another number of stages.
     """
 
     def __init__(
