@@ -165,9 +165,10 @@ class Replicas:
     def agree(self, number: int) -> bool:
         """Collective over the replicas, as the first of a step: whether all give the same number, which is not 0. True
         where no stage is sharded."""
-        for stage in self.sharded.values():
+        for s, stage in self.sharded.items():
             if groups := stage.process_groups():
-                extremes = torch.tensor([-number, number], device=stage.device_type)
+                kind = next(self.modules[s].parameters()).device.type
+                extremes = torch.tensor([-number, number], device=kind)
                 with self.exchanging():
                     for group in groups:
                         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)

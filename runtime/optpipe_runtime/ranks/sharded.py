@@ -196,10 +196,6 @@ class Sharded:
         """One for each dimension of the mesh: a reduction over one after the other is one over all `ranks`."""
         return [group.mesh.get_group(dim) for group in self._groups[:1] for dim in range(group.mesh.ndim)]
 
-    @property
-    def device_type(self) -> str:
-        return self._groups[0].mesh.device_type
-
     def _make_reducible(self) -> None:
         """Gives whole gradients the types and placements in which FSDP reduces them.
 
