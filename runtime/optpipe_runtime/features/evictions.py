@@ -42,12 +42,8 @@ from optpipe_runtime.stage.io import Tensors
 from optpipe_runtime.stage.runner import StageRunner
 from optpipe_runtime.stage.trial import Spread, Trial, Trials
 
-
-class EvictionOrder(NamedTuple):
-    """The activations that one rank evicts to its peer, and those that it loads back, each in program order."""
-
-    evicted: tuple[StageMicrobatch, ...]
-    loaded: tuple[StageMicrobatch, ...]
+# The activations that one rank evicts to its peer, and those that it loads back, each in program order.
+EvictionOrder = tuple[tuple[StageMicrobatch, ...], tuple[StageMicrobatch, ...]]
 
 
 class _Direction(NamedTuple):
@@ -119,7 +115,7 @@ class Evictions(Feature):
         self._expect(eviction_orders(plan))
 
     def _expect(self, evictions: Mapping[int, EvictionOrder]) -> None:
-        self._coming = {evictor: (deque(order.evicted), deque(order.loaded)) for evictor, order in evictions.items()}
+        self._coming = {evictor: (deque(evicted), deque(loaded)) for evictor, (evicted, loaded) in evictions.items()}
 
     def close(self) -> None:
         for direction in (*self._out.values(), *self._back.values()):
@@ -233,7 +229,7 @@ class Evictions(Feature):
                 trial.sizes["evict_bytes"] = sum(blocks) if freed == {sum(blocks)} else 0  # 0: no eviction is possible
             elif rank.layout.peer(owner) == rank.number:
                 activations = tuple((s, r) for r in range(rounds))
-                self._expect({owner: EvictionOrder(activations, activations)})
+                self._expect({owner: (activations, activations)})
                 for activation in activations:
                     self._make_room(owner, activation, [size for size in blocks if size])
                     self._free(activation)
@@ -279,4 +275,4 @@ def eviction_orders(plan: Plan) -> dict[int, EvictionOrder]:
         ops = plan.schedule.programs[evictor].ops()
         return tuple((op.stage, op.microbatch) for op in ops if op.kind == kind)
 
-    return {d: EvictionOrder(activations(d, Kind.E), activations(d, Kind.L)) for d in evictors}
+    return {d: (activations(d, Kind.E), activations(d, Kind.L)) for d in evictors}
