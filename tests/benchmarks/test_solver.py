@@ -61,7 +61,7 @@ def test_searches_are_compared_with_the_first():
         ),
     ],
 )
-def test_each_change_has_its_search(words, searched, names, bench, monkeypatch: pytest.MonkeyPatch):
+def test_each_change_has_its_search_and_what_is_kept_none(words, searched, names, bench, monkeypatch, tmp_path):
     asked = []
 
     def solve(problem: Problem, **options: object) -> Result:
@@ -69,9 +69,12 @@ def test_each_change_has_its_search(words, searched, names, bench, monkeypatch: 
         return Result("unknown", reason="not searched")
 
     monkeypatch.setattr(solver, "solve", solve)
-    lines = bench("solver", "--random", 1, *words).out.splitlines()
+    words = ("solver", "--random", 1, *words, "--results", tmp_path / "kept")
+    out = bench(*words).out
     assert asked == searched
-    assert [line.partition("  by ")[2].strip() for line in lines if "  by" in line] == names
+    assert [line.partition("  by ")[2].strip() for line in out.splitlines() if "  by" in line] == names
+    monkeypatch.setattr(solver, "solve", None)
+    assert bench(*words).out == out
 
 
 @pytest.mark.parametrize(

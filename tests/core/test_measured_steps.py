@@ -111,9 +111,8 @@ def test_a_rank_whose_trace_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"the trace of rank 2 is missing, which is in the pipeline of .*rank0\.json"):
         problem_from("torch-trace", path)
     (path,) = recordings.torch_traces([[*alone[0], event("PP:0SEND_F0", 5.0, 1.0, HOST)]], tmp_path)
-    with pytest.raises(
-        InputError, match=r"a rank is missing: a stage in .*rank0\.json exchanges messages with stage 1"
-    ):
+    missing = r"a rank is missing: a stage in .*rank0\.json exchanges messages with stage 1"
+    with pytest.raises(InputError, match=missing):
         problem_from("torch-trace", path)
     (_, last) = recordings.torch_traces(recordings.torch_events(SHORT, "t", DEVICE), tmp_path)
     with pytest.raises(InputError, match=r"no forward of stage 0 was measured: .* the file of a rank may be missing"):

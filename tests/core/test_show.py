@@ -48,10 +48,8 @@ def test_the_terminal_shows_which_micro_batch_runs_when():
     problem = pipeline(1, 2, 10, stage((2, 1, 1), (3, 1)))
     schedule = Schedule.parse(problem, [["0F0", "0B0", "0W0", "0F1", "0BW1"]])
     width = 12 + 16 + len("  3 B of 10 B")
-    assert chart(schedule, width).plain.splitlines()[:2] == [
-        "device 0    0000000011111111  3 B of 10 B",
-        " " * 12 + "▃▃▃▃▃▃▁▁▃▃▃▃▃▃▃▃",
-    ]
+    lanes = ["device 0    0000000011111111  3 B of 10 B", " " * 12 + "▃▃▃▃▃▃▁▁▃▃▃▃▃▃▃▃"]
+    assert chart(schedule, width).plain.splitlines()[:2] == lanes
     assert [line.strip() for line in chart(schedule, width, colours=False).plain.splitlines()[1:]] == [
         "FFFFBBWWFFFFbbbb",
         "F = forward   B = input gradient   W = weight gradient   b = backward",

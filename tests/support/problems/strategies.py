@@ -201,7 +201,7 @@ def deal(problem: Problem, order: list[Op]) -> Schedule:
     previous: Op | None = None
     for op in order:
         own = programs[where(problem, op)]
-        if problem.overlap_factor and own and own[-1] is previous and previous is not None and _may_join(previous, op):
+        if problem.overlap_factor and own and own[-1] is previous and _may_join(previous, op):
             own[-1] = Pair(previous, op)
             previous = None
         else:

@@ -90,10 +90,8 @@ def torch_events(schedule: Schedule, plan: str, cat: str, ahead: float = 0.0) ->
 
 def torch_traces(events: list[list[dict[str, Any]]], folder: Path, world_size: int | None = None) -> list[Path]:
     """A file a rank."""
-    paths = []
-    for rank, of_rank in enumerate(events):
-        told = {"rank": rank, "world_size": world_size or len(events)}
-        path = folder / f"rank{rank}.json"
-        path.write_text(json.dumps({"distributedInfo": told, "traceEvents": of_rank}))
-        paths.append(path)
+    paths = [folder / f"rank{rank}.json" for rank in range(len(events))]
+    for rank, (path, of_rank) in enumerate(zip(paths, events, strict=True)):
+        info = {"rank": rank, "world_size": world_size or len(events)}
+        path.write_text(json.dumps({"distributedInfo": info, "traceEvents": of_rank}))
     return paths
