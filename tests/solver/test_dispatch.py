@@ -243,18 +243,6 @@ def test_the_last_to_leave_makes_room_for_the_first_to_come_back():
     assert schedule.makespan_ms < 400
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"microbatches": 1}, "with one micro-batch there is nothing to choose"),
-        ({}, None),
-    ],
-)
-def test_what_it_works_on(change: dict[str, int], reason: str | None) -> None:
-    problem = Problem.from_dict({**pipeline(2, 4, memory=100).to_dict(), **change})
-    assert dispatch.unsupported(problem) == reason
-
-
 def test_ops_are_expected_when_a_micro_batch_alone_has_them() -> None:
     """`Figures.offset_ms`, with times and messages that differ by stage and direction."""
     stages = [stage((3, 5, 1)), stage((4, 2, 1)), stage((6, 7, 1))]

@@ -18,7 +18,7 @@ from optpipe import simulate
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs, Request
-from optpipe.schedule import Schedule, check
+from optpipe.schedule import Schedule
 from optpipe_solver import tuning
 from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import generate, one_at_a_time
@@ -80,17 +80,6 @@ def test_a_search_begins_with_what_is_valid_with_less(problem: Problem, times: i
     freer = with_stages(problem, recompute_ms=1.0, checkpoint_bytes=1)
     for larger in (finer, roomier, freer):
         assert first_ms(larger, known) <= known.makespan_ms + 1e-6
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(problem=problems(), times=st.integers(2, 3))
-def test_in_more_parts_a_schedule_is_as_long(problem: Problem, times: int) -> None:
-    coarse = with_stages(problem, offload_parts=1)
-    known = generate("adaoffload", coarse)
-    finer = Programs.from_schedule(known).schedule(with_stages(problem, offload_parts=times), "divided")
-    *_, divided = in_more_parts(finer)
-    assert check(divided.problem, divided) == []
-    assert divided.makespan_ms == pytest.approx(known.makespan_ms)
 
 
 @pytest.mark.parametrize("p2p_ms", [0.0, 0.5])
