@@ -1,7 +1,6 @@
-"""The schedule cache: exact and nearest hits, both verified on the exact problem."""
+"""The schedule cache: exact and nearest hits, both verified on the exact problem; several processes use one file."""
 
-from __future__ import annotations
-
+import multiprocessing
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -53,19 +52,14 @@ def test_exact_hit(each_cache: Cache) -> None:
     assert each_cache.lookup(problem) is None
     assert each_cache.add(gpipe(problem), "feasible", 5.0)
     hit = each_cache.lookup(problem)
-    assert hit is not None
     assert (hit.exact, hit.distance, hit.status, hit.lower_bound_ms) == (True, 0.0, "feasible", 5.0)
     assert (hit.schedule.programs, hit.schedule.method) == (gpipe(problem).programs, "gpipe")
 
 
 def test_rules_are_kept_with_a_schedule(cache: Cache) -> None:
     schedule = by_rules(chain(), None, "makespan", most=1)
-    assert schedule is not None
-    assert schedule.rules is not None
     cache.add(schedule, "feasible")
     hit = cache.lookup(chain())
-    assert hit is not None
-    assert hit.schedule.rules is not None
     for kept, array in zip(hit.schedule.rules, schedule.rules, strict=True):
         assert (kept == array).all()
 
@@ -86,7 +80,6 @@ def test_a_faster_machine_has_distance_zero_and_its_own_makespan(cache: Cache) -
     cache.add(gpipe(chain()), "optimal", gpipe(chain()).makespan_ms)
     twice = chain(scale=2.0)
     hit = cache.lookup(twice)
-    assert hit is not None
     assert (hit.exact, hit.distance, hit.schedule.problem) == (False, 0.0, twice)
     assert hit.schedule.makespan_ms <= 2 * gpipe(chain()).makespan_ms * (1 + 1e-9)
     assert (hit.status, hit.lower_bound_ms) == ("feasible", None), "what was proven is of another problem"
@@ -96,7 +89,6 @@ def test_a_schedule_that_needs_more_memory_or_has_other_microbatches_is_adapted(
     cache.add(gpipe(chain(memory=4, m=4)), "feasible")
     for wanted in (chain(memory=3, m=4), chain(memory=4, m=5), chain(memory=4, m=3)):
         hit = cache.lookup(wanted)
-        assert hit is not None
         assert not hit.exact
         assert check(wanted, hit.schedule) == []
 
@@ -279,7 +271,65 @@ def test_a_bound_from_outside_is_not_kept(each_cache: Cache, tmp_path: Path) -> 
     imported = Cache(tmp_path / "imported.sqlite")
     assert imported.import_lines([*each_cache.export_lines(), entry.model_dump_json()]) == 1
     hit = imported.lookup(chain())
-    assert hit
     assert (hit.exact, hit.status, hit.lower_bound_ms) == (True, "feasible", None)
     imported.add(*proven)  # now one of this user's
     assert [entry.status for entry in imported.entries()] == ["optimal"]
+
+
+def _create(paths: list[Path], start: Any) -> None:
+    schedule = gpipe(chain())
+    try:
+        for path in paths:
+            start.wait(60)
+            Cache(path).add(schedule, "feasible")
+    except InputError:
+        start.abort()  # the others need not wait
+        raise
+
+
+def test_several_processes_create_one_cache_at_once(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{k}.sqlite" for k in range(20)]
+    spawn = multiprocessing.get_context("spawn")
+    start = spawn.Barrier(6)
+    creators = [spawn.Process(target=_create, args=(paths, start)) for _ in range(6)]
+    for creator in creators:
+        creator.start()
+    for creator in creators:
+        creator.join()
+    codes = [creator.exitcode for creator in creators]
+    for creator in creators:
+        creator.close()
+    assert codes == [0] * 6
+
+
+def _add_endlessly(path: Path, first: int, added: Any) -> None:
+    cache = Cache(path, kept=Retention(keep=10_000))
+    for k in range(first, first + 100_000):
+        problem = chain(forward=1.0 + k / 64)
+        cache.add(gpipe(problem), "feasible")
+        added.send(problem.sha256)
+        cache.lookup(problem)  # which counts the hit
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.soak)])
+def test_what_a_killed_process_has_added_is_there(tmp_path: Path, kills: int) -> None:
+    path, spawn = tmp_path / "cache.sqlite", multiprocessing.get_context("spawn")
+    added: set[str] = set()
+    for n in range(kills):
+        receiver, sender = spawn.Pipe(duplex=False)
+        writer = spawn.Process(target=_add_endlessly, args=(path, 100_000 * n, sender))
+        writer.start()
+        sender.close()
+        added |= {receiver.recv() for _ in range(5 + n)}
+        writer.kill()
+        writer.join()
+        while True:  # what it said before
+            try:
+                added.add(receiver.recv())
+            except EOFError:
+                break
+        receiver.close()
+        writer.close()
+        known = {entry.problem.sha256 for entry in Cache(path).entries()}
+        assert added <= known
+        assert len(known) <= len(added) + n + 1, "each of them may have added one that it could not tell of"

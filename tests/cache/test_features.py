@@ -1,7 +1,7 @@
-"""The key of a problem: what is alike has one key, what differs is far."""
+"""The key of a problem: what is alike has one key, what differs is far; one device more or less is near."""
 
-from __future__ import annotations
-
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,11 @@ from support.problems import pipeline, stage
 from support.problems.chain import chain, gpipe
 from support.problems.strategies import problems
 
-from optpipe import Problem
+from optpipe import Problem, check
+from optpipe.evaluate.objective import NO_SCHEDULE_MS
+from optpipe.model.placement import Placement, Shape
 from optpipe.model.records import each_microbatch
+from optpipe.reuse import RulesSearch, by_rules, resized
 from optpipe_cache import Cache, distance, features, lookup, structure
 from optpipe_cache.features import REACH
 
@@ -113,3 +116,71 @@ def test_of_more_than_are_compared_those_used_last_count(tmp_path: Any, monkeypa
         cache.add(gpipe(chain(forward=forward)), "feasible")
     near = lookup.Lookup(cache.storage, None).neighbours(chain())
     assert [sha256 for _, sha256 in near] == [chain(forward=forward).sha256 for forward in (1.1, 1.2)]
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
+TIGHT = Problem.load(EXAMPLES / "half-memory-8x16.json")
+COST = stage((1.0, 1.0, 1.0), (1000, 500))
+FOUR = pipeline(4, 2, 4000, COST)
+
+
+@pytest.mark.parametrize(("chunks", "shape"), [(1, "looped"), (2, "looped"), (2, "v"), (3, "v")])
+@pytest.mark.parametrize("devices", [1, 3, 4, 5, 9])
+def test_the_ends_of_each_chunk_stay(chunks: int, shape: Shape, devices: int) -> None:
+    placement = Placement(chunks=chunks, shape=shape)
+    placed = placement.apply(FOUR)
+    costs = tuple(stage.model_copy(update={"forward_ms": 1.0 + s}) for s, stage in enumerate(placed.stages))
+    found = resized(placed.replace(stages=costs), devices)
+    assert [stage.device for stage in found.stages] == placement.along(range(devices))
+    for c in range(chunks):
+        own = [stage.forward_ms - 1 - 4 * c for stage in found.stages[c * devices : (c + 1) * devices]]
+        assert own == sorted(own)
+        assert own[0] == 0
+        assert own[-1] == 3 or devices == 1
+
+
+ODD = [
+    {"stages": tuple(FOUR.stages[d].model_copy(update={"device": d}) for d in (0, 2, 1, 3))},
+    {"devices": tuple(device.model_copy(update={"link": "one"}) for device in FOUR.devices)},
+    {"devices": (FOUR.devices[0].model_copy(update={"peer": 1}), *FOUR.devices[1:])},
+    {"routes": [[3, 2, 1, 0]]},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=["order", "link", "peer", "route"])
+def test_stages_without_a_pattern_are_not_resized(odd: dict[str, Any]) -> None:
+    assert resized(FOUR.replace(**odd), 3) is None
+
+
+def test_nothing_becomes_larger_than_a_problem_may_be(tmp_path: Path) -> None:
+    assert resized(pipeline(4096, 1, 4000, COST), 4097) is None
+    many = pipeline(1, 1, 10**6, [stage((1.0, 1.0, 1.0), (1000, 500), device=0) for _ in range(65)])
+    assert resized(many, 2) is None
+    assert Cache(tmp_path / "cache.sqlite").lookup(many) is None
+
+
+def test_a_search_in_rules_goes_on_where_it_ended() -> None:
+    row = Problem.load(EXAMPLES / "zero-bubble" / "zb-8x24-half.json")
+    problem = Placement.balanced(row, 3, "looped").apply(row)
+    search = RulesSearch(problem, None, "makespan")
+    assert search.go_on(10**6, until=time.monotonic()) is None
+    assert search.ms == NO_SCHEDULE_MS
+    lengths = [schedule.makespan_ms for most in (10**5, 5 * 10**5, 2 * 10**6) if (schedule := search.go_on(most))]
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(set(lengths)) == 3
+    at_once = by_rules(problem, None, "makespan", 2 * 10**6)
+    assert lengths[-1] == at_once.makespan_ms == search.ms
+
+
+@pytest.mark.parametrize("devices", [7, 9])
+def test_a_lookup_finds_what_is_known_of_other_devices(devices: int, tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache.sqlite")
+    known = by_rules(TIGHT, None, "makespan", 10**6)
+    assert cache.add(known, "feasible", None)
+    wanted = resized(TIGHT, devices)
+    hit = cache.lookup(wanted)
+    assert check(wanted, hit.schedule) == []
+    assert hit.terms["devices"] == pytest.approx(abs(devices - 8) / 8, abs=0.02)
+    assert not hit.exact
+    alone = by_rules(wanted, None, "makespan", 10**6)
+    assert hit.schedule.makespan_ms <= 1.05 * alone.makespan_ms

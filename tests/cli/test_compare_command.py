@@ -1,7 +1,5 @@
 """`optpipe compare`: a table for people, JSON for programs, a picture of each schedule; `optpipe try`."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`optpipe export` and `optpipe import`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

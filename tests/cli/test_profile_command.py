@@ -1,7 +1,5 @@
 """`optpipe profile` as a user types it: it starts ranks under torchrun, with a model in a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -10,11 +12,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
 
-from optpipe import ScheduleFile, anytime
+from optpipe import ScheduleFile, anytime, check
 from optpipe.options import SolveOptions
 from optpipe.results import Improvement, Result
 from optpipe_cache import storage
@@ -124,3 +127,36 @@ def test_what_a_terminal_shows_of_a_search_while_it_runs(small):
     assert told.count("12 s of 60 s") == 2
     assert "     1.5 s   12 ms   an engine" in told
     assert "an engine compiles" in told
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
+
+
+def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
+    words = ["solve", str(EXAMPLES / "fastlink-8x16.json")]
+    words += ["--method", "lns", "--time-limit", "600", "--threads", "1", "--no-cache", "-o", "s.json"]
+    with subprocess.Popen(
+        [sys.executable, "-c", CLI, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        family = psutil.Process(process.pid)
+        deadline = time.monotonic() + 240  # on a busy machine
+        while not any(at_work(child) for child in family.children(recursive=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        started = family.children(recursive=True)
+        os.kill(process.pid, signal.SIGINT)
+        out, _ = process.communicate(timeout=60)  # a second on a quiet machine
+    assert process.returncode == 0
+    assert re.match(r"[\d.]+ ms by \S+, bubble .*\n(OptPipe.*\nWhy: .*\n)?written to s.json\n$", out)
+    found = ScheduleFile.load(tmp_path / "s.json").schedule()
+    assert check(found.problem, found) == []
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def at_work(process: psutil.Process) -> bool:
+    """Return whether the process is an engine that has done its imports."""
+    try:
+        return "optpipe_solver.engines" in process.cmdline() and process.cpu_times().user > 1.5
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False

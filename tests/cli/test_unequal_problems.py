@@ -1,8 +1,6 @@
 """Micro-batches that differ, through every door: what each tells is what the event clock finds with each micro-batch's
 own figures. With the mean of each list, or the lists turned, the lengths are others."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -4,21 +4,19 @@
 skipped.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from support.deploy.deployment import ROOT
+from support.deployment import ROOT
 from support.ports import free_port
 from support.until import until
 
@@ -61,12 +59,8 @@ PartitionName=all Nodes={host} Default=YES
 """
 
 
-def missing() -> list[str]:
-    """Those of Slurm's programs that are not installed; daemons are often not in a user's PATH."""
-    return [name for name in PROGRAMS if _found(name) is None]
-
-
-def _found(name: str) -> str | None:
+def found(name: str) -> str | None:
+    """Where a program of Slurm's is; daemons are often not in a user's PATH."""
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
@@ -84,12 +78,11 @@ class Slurm:
         self._daemons = []
         for name in ("slurmctld", "slurmd"):
             with (folder / f"{name}.log").open("wb") as log:
-                command = [str(_found(name)), "-D"]
+                command = [str(found(name)), "-D"]
                 self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
-        until = time.monotonic() + LONG_S
-        while "idle" not in self.run("sinfo", "--noheader", "--format=%T", check=False):
-            assert time.monotonic() < until, (folder / "slurmctld.log").read_text()
-            time.sleep(0.5)
+        until(
+            lambda: "idle" in self.run("sinfo", "--noheader", "--format=%T", check=False), f"a node in {folder}", LONG_S
+        )
 
     def run(self, *command: str, check: bool = True, **variables: str) -> str:
         done = subprocess.run(command, env=self.environment | variables, capture_output=True, text=True, check=False)
@@ -99,9 +92,7 @@ class Slurm:
     def close(self) -> None:
         """Ends all jobs, then the daemons."""
         self.run("scancel", "--user", getpass.getuser(), check=False)
-        until = time.monotonic() + LONG_S
-        while self.run("squeue", "--noheader", check=False) and time.monotonic() < until:
-            time.sleep(0.5)
+        until(lambda: not self.run("squeue", "--noheader", check=False), "the jobs end", LONG_S)
         for daemon in reversed(self._daemons):
             daemon.terminate()
             daemon.wait()
@@ -115,13 +106,10 @@ def test_shellcheck_finds_nothing_in_the_scripts() -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Slurm]:
-    if gone := missing():
-        pytest.skip(f"{', '.join(gone)} not installed")
-    made = Slurm(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
+    if missing := [name for name in PROGRAMS if not found(name)]:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    with closing(Slurm(tmp_path)) as cluster:
+        yield cluster
 
 
 def test_a_training_finds_the_service_and_its_workers_on_slurm(
@@ -143,10 +131,9 @@ def test_a_training_finds_the_service_and_its_workers_on_slurm(
     url = f"http://127.0.0.1:{port}"  # the name of this machine may lead elsewhere
 
     def ready() -> bool:
-        try:
+        with suppress(httpx.TransportError):
             return httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
+        return False
 
     until(ready, "the service is ready", LONG_S)
     (tmp_path / "train.py").write_text(TRAINING)

@@ -1,7 +1,5 @@
 """Rules for docker-compose.yml, the Dockerfile and deploy/kubernetes. `make containers` starts them."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import shutil
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.deploy.deployment import (
+from support.deployment import (
     COMPOSE,
     COMPOSE_TEXT,
     DOCKERFILE,
@@ -141,8 +139,7 @@ def pod(name: str) -> dict[str, Any]:
     (deployment,) = (each for each in objects if each["kind"] == "Deployment")
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == labels
-    found: dict[str, Any] = deployment["spec"]["template"]["spec"]
-    return found
+    return deployment["spec"]["template"]["spec"]
 
 
 def test_kustomize_takes_every_file() -> None:

@@ -1,7 +1,5 @@
 """What a user installs, from scratch and away from the sources: the wheel."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil
@@ -10,13 +8,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from support.deploy.deployment import ROOT
+from support.deployment import ROOT
 
 from optpipe import Problem, ScheduleFile, __version__, check
 
 SPEC = importlib.util.spec_from_file_location("dist", ROOT / "scripts" / "dist.py")
-assert SPEC
-assert SPEC.loader
 dist = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(dist)
 

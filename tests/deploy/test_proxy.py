@@ -1,7 +1,5 @@
 """The service behind nginx as `deploy/nginx.conf` sets it up: whole requests reach it, half ones keep nobody out."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -12,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.deploy.deployment import ROOT
+from support.deployment import ROOT
 from support.ports import free_port
 from support.service import client_at, events, fake_service
 from support.service.rest import PROBLEM
@@ -44,12 +42,11 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cl
         (folder / "nginx.conf").write_text(text)
         started = subprocess.Popen([str(nginx), "-p", str(folder), "-c", "nginx.conf", "-g", "daemon off;"])
         try:
-            refused = client_at(f"http://127.0.0.1:{port}")
-            until(lambda: answers(refused))
-            assert direct.get("/v1/jobs").status_code == 200
-            reply = refused.get("/v1/jobs", headers={"Host": "optpipe.example"})
-            assert reply.status_code == 403, "without keys the name of another host is not answered"
-            refused.close()
+            with client_at(f"http://127.0.0.1:{port}") as refused:
+                until(lambda: answers(refused))
+                assert direct.get("/v1/jobs").status_code == 200
+                reply = refused.get("/v1/jobs", headers={"Host": "optpipe.example"})
+                assert reply.status_code == 403, "without keys the name of another host is not answered"
             with client_at(f"http://127.0.0.1:{port}", server.service.keys.create("proxied", SCOPES)) as client:
                 yield client, port
         finally:

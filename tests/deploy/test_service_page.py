@@ -1,7 +1,5 @@
 """docs/service.md: its commands run, and its tables match the code."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deploy.deployment import ROOT
+from support.deployment import ROOT
 from support.pages import DOCS, table
 from support.ports import free_port
 
@@ -60,15 +58,14 @@ def script(ports: dict[str, int], database: str) -> str:
     return whole
 
 
-@pytest.fixture
-def ran(postgres_url: str, tmp_path: Path) -> Path:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+def test_its_commands_run(postgres_url: str, tmp_path: Path) -> None:
+    """From a first job to workers on PostgreSQL; one test, because each command needs the former ones."""
     if shutil.which("curl") is None and "OPTPIPE_REQUIRE_BROWSER" not in os.environ:
         pytest.skip("the page needs curl")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
-    text = script({"8000": free_port(), "9101": free_port()}, postgres_url)
     process = subprocess.Popen(
-        ["bash", "-c", text],
+        ["bash", "-c", script({"8000": free_port(), "9101": free_port()}, postgres_url)],
         cwd=tmp_path,
         env={"PATH": path, "HOME": str(tmp_path), "OPTPIPE_CACHE": str(tmp_path / "cache.sqlite")},
         stdin=subprocess.DEVNULL,
@@ -85,19 +82,12 @@ def ran(postgres_url: str, tmp_path: Path) -> Path:
         process.wait()
     logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
     assert process.returncode == 0, f"{said}\n{logs}"
-    (tmp_path / "said").write_text(said)
-    return tmp_path
-
-
-def test_its_commands_run(ran: Path) -> None:
-    """From a first job to workers on PostgreSQL; one test, because each command needs the former ones."""
 
     def read(name: str) -> Any:
-        return json.loads((ran / name).read_text())
+        return json.loads((tmp_path / name).read_text())
 
-    said = (ran / "said").read_text()
     assert read("reply.json")["best"]["seq"] == 1
-    assert (ran / "events.txt").read_text().startswith("id: 1\nevent: incumbent\ndata: {")
+    assert (tmp_path / "events.txt").read_text().startswith("id: 1\nevent: incumbent\ndata: {")
     assert read("incumbent.json")["seq"] == 1
     over = read("over.json")
     assert over["state"] == "done"
@@ -112,7 +102,7 @@ def test_its_commands_run(ran: Path) -> None:
     assert read("diagnosis.json")["losses"]
     assert read("hit.json")["hit"]["makespan_ms"] > 0  # its job was deleted, what was found is known
     assert re.search(r"^[0-9a-f]{16} +me +submit read", said, re.MULTILINE) or "submit read" in said
-    assert "optpipe_solve_seconds" in (ran / "worker.txt").read_text()
+    assert "optpipe_solve_seconds" in (tmp_path / "worker.txt").read_text()
 
 
 def test_the_table_of_metrics_matches_the_registry() -> None:

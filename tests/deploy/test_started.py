@@ -1,7 +1,5 @@
 """docker-compose.yml's commands and environments work together, against a real PostgreSQL with a password."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,7 +14,7 @@ from pathlib import Path
 import httpx
 import psycopg
 import pytest
-from support.deploy.deployment import ROOT, SCRAPED, SERVICES, image_environment, image_packages
+from support.deployment import ROOT, SCRAPED, SERVICES, image_environment, image_packages
 from support.ports import free_port
 from support.service import client_at
 from support.service.postgres import Postgres

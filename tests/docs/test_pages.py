@@ -1,14 +1,16 @@
-"""Pages: links lead somewhere, files, modules, functions, commands and options that they name are there, and no page is
-left out."""
-
-from __future__ import annotations
+"""Pages name what is there, and what stands in several files agrees: versions, Pythons, the workflows' commands."""
 
 import importlib.util
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import yaml
 
 import optpipe
 import optpipe_runtime
@@ -105,8 +107,6 @@ def test_the_reference_has_every_public_name_once(package: ModuleType) -> None:
 
 def test_the_pictures_of_the_concepts_are_those_that_are_drawn_now() -> None:
     spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
-    assert spec
-    assert spec.loader
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
     for name, picture in pictures.concepts():
@@ -144,3 +144,50 @@ def test_the_lines_of_python_in_the_readme(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     exec(compile(lines, "README.md", "exec"), {})
     assert check(Problem.load(problem), Schedule.load("schedule.json")) == []
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def read_yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_the_lowest_constraints_are_the_lower_bounds_of_pyproject() -> None:
+    command = [sys.executable, ROOT / "scripts" / "lowest.py"]
+    told = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    lowest = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8")
+    assert lowest == told, "python scripts/lowest.py > constraints-lowest.txt"
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().replace("_", "-")
+    for name, version in (line.split("==") for line in lowest.splitlines()):
+        found = re.search(rf"^{re.escape(name)}==([\d.]+)", pinned, re.MULTILINE)
+        assert parts(found[1]) >= parts(version), name
+
+
+def parts(version: str) -> list[int]:
+    return [int(part) for part in version.rstrip(".").split(".")]
+
+
+def test_the_version_and_the_license_are_the_same_everywhere() -> None:
+    citation = read_yaml(ROOT / "CITATION.cff")
+    released = re.findall(r"^## \[?(\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert citation["version"] == optpipe.__version__ == released[0]
+    assert PROJECT["dynamic"] == ["version"]
+    assert PROJECT["license"] == citation["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_targets_of_the_makefile(workflow: Path) -> None:
+    steps = [step.get("run", "") for job in read_yaml(workflow)["jobs"].values() for step in job["steps"]]
+    for target in re.findall(r"^make (\S+)", "\n".join(steps), re.MULTILINE):
+        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
+
+
+def test_every_python_that_is_named_is_tested() -> None:
+    named = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", text)]
+    jobs = read_yaml(ROOT / ".github" / "workflows" / "test.yml")["jobs"]
+    assert jobs["pinned"]["strategy"]["matrix"]["python"] == named
+    assert PROJECT["requires-python"] == f">={named[0]}"

@@ -1,14 +1,12 @@
 """Clients of real servers, on both databases."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
-from support.service import client_at, client_of, fake_service, settings_in, use_fake_solver
+from support.service import client_at, fake_service, settings_in, use_fake_solver
 from support.service.postgres import database_of
 from support.service.work import Work
 
@@ -19,7 +17,6 @@ from optpipe_server.database.keys import SCOPES
 from optpipe_server.http.server import Server
 from optpipe_server.work import solve
 
-Serving = Callable[[Settings], httpx.Client]
 Shared = tuple[str, Server]
 
 
@@ -47,20 +44,8 @@ def work(database: Database, tmp_path: Path) -> Work:
 @pytest.fixture
 def local(sqlite_url: str, tmp_path: Path) -> Iterator[Work]:
     """On SQLite only, for tests that do not depend on the database."""
-    database = Database(sqlite_url)
-    yield Work(database, tmp_path)
-    database.close()
-
-
-@pytest.fixture
-def serving() -> Iterator[Serving]:
-    """Start servers; each call returns a client of a new one."""
-    with ExitStack() as stack:
-
-        def start(settings: Settings) -> httpx.Client:
-            return stack.enter_context(client_of(settings))[0]
-
-        yield start
+    with closing(Database(sqlite_url)) as database:
+        yield Work(database, tmp_path)
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])

@@ -1,7 +1,5 @@
 """First schedules: whatever a process answers, the result is a valid schedule in time, or none."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator
@@ -183,9 +181,7 @@ def test_with_all_placements_a_system_runs_on_its_own_stages_and_nothing_bounds_
 def test_drifted_costs_carry_the_best_over(view):
     drifted = chain(memory=2, forward=1.5)
     start = view.start(drifted, given=gpipe(AMPLE), source="carried")
-    assert start.source == "carried"
-    assert start.best.schedule is not None
-    assert start.best.schedule.problem is drifted
+    assert (start.source, start.best.schedule.problem) == ("carried", drifted)
     assert start.best.value_ms == gpipe(drifted).makespan_ms
 
 

@@ -1,7 +1,5 @@
 """The log on stderr: lines that machines can read, without secrets."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

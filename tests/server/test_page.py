@@ -1,7 +1,5 @@
 """The service's page in a real browser: all of its parts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -338,6 +336,3 @@ def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Se
     page.keyboard.press("Enter")
     page.wait_for_selector(".jobs tbody tr")  # those of the whole team
     visitor.expected(MISSING)
-
-
-__all__ = ["browser"]  # a fixture

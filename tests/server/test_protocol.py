@@ -1,17 +1,15 @@
 """Jobs over HTTP: first schedules, conditional requests, idempotency, waiting, pages of a list, changes, exports."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import httpx
 from support.problems.chain import chain, gpipe, one_by_one
+from support.service import client_of, events
 from support.service.postgres import on_sqlite
 from support.service.rest import submit, until_cached, until_over, until_running
 
@@ -194,9 +192,7 @@ def test_health_and_metrics(client: httpx.Client) -> None:
     submit(client, method="infeasible")
     told = client.get("/metrics")
     assert told.headers["content-type"].startswith("text/plain")
-    counted = re.search(r'optpipe_jobs\{state="infeasible"\} (\S+)', told.text)
-    assert counted
-    assert float(counted[1]) >= 1
+    assert float(re.findall(r'optpipe_jobs\{state="infeasible"\} (\S+)', told.text)[0]) >= 1
     assert 'optpipe_request_seconds_count{method="POST",route="/v1/jobs",status="201"}' in told.text
 
 
@@ -211,23 +207,15 @@ def test_the_description_has_examples_of_bodies_that_work(client: httpx.Client) 
                     assert client.post(path, json=example).status_code in (200, 201), path
 
 
-Serving = Callable[[Settings], httpx.Client]
-
-
-def test_the_reply_has_a_verified_schedule(client: httpx.Client) -> None:
-    job = submit(client, method="hang")
-    assert job["state"] in ("queued", "running")
-    assert job["status"] == "feasible"
-    best = job["best"]
+def test_the_reply_has_a_verified_schedule_and_better_ones_are_appended(client: httpx.Client) -> None:
+    posted = submit(client)
+    best = posted["best"]
     assert (best["seq"], best["source"], best["method"], best["attempt"]) == (1, "heuristic", "naive", 0)
     file = ScheduleFile.model_validate(best["schedule"])
     assert file.schedule().programs == one_by_one(chain()).programs
     assert check(chain(), file.schedule()) == []
     assert best["makespan_ms"] == file.makespan_ms == one_by_one(chain()).makespan_ms
-
-
-def test_better_schedules_are_appended(client: httpx.Client) -> None:
-    job = until_over(client, submit(client))
+    job = until_over(client, posted)
     assert (job["state"], job["status"]) == ("done", "feasible")
     assert job["created_at"] <= job["started_at"] <= job["ended_at"]
     found = client.get(f"{job['url']}/incumbents").json()["incumbents"]
@@ -238,32 +226,28 @@ def test_better_schedules_are_appended(client: httpx.Client) -> None:
     best = client.get(f"{job['url']}/incumbents/best").json()
     assert best == job["best"] == client.get(found[1]["url"]).json()
     assert [one["id"] for one in client.get("/v1/jobs").json()["jobs"]] == [job["id"]]
-
-
-def test_a_first_schedule_may_come_from_the_search(client: httpx.Client) -> None:
-    job = submit(client, method="later")
-    assert (job["best"]["source"], job["best"]["attempt"]) == ("solver", 1)
+    searched = submit(client, method="later")["best"]
+    assert (searched["source"], searched["attempt"]) == ("solver", 1), "a first schedule may come from the search"
 
 
 @on_sqlite
-def test_a_silent_solver_does_not_delay_the_reply(serving: Serving, settings: Settings, fake_solver: None) -> None:
-    client = serving(replace(settings, first_schedule_s=0.3))
-    began = time.monotonic()
-    job = submit(client, method="silent")
-    assert time.monotonic() - began < 60
-    assert (job["state"] in ("queued", "running"), job["best"]) == (True, None)
-    client.post(f"{job['url']}/cancel")
-    assert until_over(client, job)["state"] == "cancelled"
+def test_a_silent_solver_does_not_delay_the_reply(settings: Settings, fake_solver: None) -> None:
+    with client_of(replace(settings, first_schedule_s=0.3)) as (client, _):
+        began = time.monotonic()
+        job = submit(client, method="silent")
+        assert time.monotonic() - began < 60
+        assert (job["state"] in ("queued", "running"), job["best"]) == (True, None)
+        client.post(f"{job['url']}/cancel")
+        assert until_over(client, job)["state"] == "cancelled"
 
 
 @on_sqlite
-def test_the_limit_of_open_jobs_refuses(serving: Serving, settings: Settings, fake_solver: None) -> None:
-    client = serving(replace(settings, open_jobs=2))
-    until_running(client, submit(client, method="hang"))
-    submit(client, method="hang")
-    reply = client.post("/v1/jobs", json={"problem": chain(forward=2.0).to_dict(), "method": "hang"})
-    assert reply.status_code == 429
-    assert reply.headers["retry-after"] == "10"
+def test_the_limit_of_open_jobs_refuses(settings: Settings, fake_solver: None) -> None:
+    with client_of(replace(settings, open_jobs=2)) as (client, _):
+        until_running(client, submit(client, method="hang"))
+        submit(client, method="hang")
+        reply = client.post("/v1/jobs", json={"problem": chain(forward=2.0).to_dict(), "method": "hang"})
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "10")
 
 
 def test_solved_schedules_are_found_again(client: httpx.Client) -> None:
@@ -274,3 +258,21 @@ def test_solved_schedules_are_found_again(client: httpx.Client) -> None:
     near = submit(client, chain(scale=3.0), method="auto")
     assert near["best"]["source"] == "cache"
     assert near["best"]["makespan_ms"] <= 3 * solved["best"]["makespan_ms"] * (1 + TOLERANCE)
+
+
+@on_sqlite
+def test_a_proven_first_schedule_is_cached_and_the_milp_runs_all_the_same(settings: Settings) -> None:
+    """With the real solver."""
+    problem = chain(memory=4, m=2).to_dict()
+    with client_of(settings) as (client, _):
+        job = client.post("/v1/jobs", json={"problem": problem}).json()
+        assert (job["state"], job["best"]["source"]) == ("done", "heuristic")
+        hit = client.post("/v1/cache/lookup", json={"problem": problem}).json()["hit"]
+        assert (hit["exact"], hit["status"]) == (True, "optimal")
+        job = client.post("/v1/jobs", json={"problem": problem, "method": "milp", "time_limit_s": 60.0}).json()
+        assert (job["state"] in ("queued", "running"), job["gap"]) == (True, 0.0)
+        with client.stream("GET", f"{job['url']}/events") as response:
+            *_, end = [json.loads(event["data"]) for event in events(response)]
+        assert (end["state"], end["gap"]) == ("done", 0.0)
+        lines = client.get(f"{job['url']}/log").json()["lines"]
+    assert {line["level"] for line in lines if line["text"].startswith("milp: HiGHS: optimal after ")} == {"info"}

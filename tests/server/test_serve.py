@@ -1,13 +1,12 @@
 """The process of `optpipe serve`: where it listens, how it ends, what kill -9 leaves, and how much memory it takes."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -94,72 +93,56 @@ CLIENTS = 2
 STARTS_S = 60.0
 
 
-class Client(threading.Thread):
-    """Submits one job after the other, each until it is acknowledged, repeated with the same key if need be."""
+def submit_all(number: int, url: str, stop: threading.Event, acknowledged: dict[str, tuple[Any, Any]]) -> None:
+    """Submit one job after the other, each until it is acknowledged, repeated with the same key if need be.
 
-    def __init__(self, number: int, url: str, stop: threading.Event) -> None:
-        super().__init__(daemon=True)
-        self._number, self._url, self._stop_asked = number, url, stop
-        self.acknowledged: dict[str, dict[str, Any]] = {}  # key -> the job as it was told
-        self.wrong: list[str] = []
-
-    def run(self) -> None:
-        with client_at(self._url) as http:
-            for n in count():
-                if self._stop_asked.is_set():
-                    return
-                self._submit(http, f"{self._number}-{n}", 1.0 + n + self._number / CLIENTS)
-
-    def _submit(self, http: httpx.Client, key: str, forward: float) -> None:
-        body = {"problem": chain(forward=forward).to_dict(), "method": "plain"}
-        while True:
-            try:
-                reply = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": key})
-            except httpx.TransportError:
-                time.sleep(0.1)
-                continue
-            if reply.status_code in (200, 201):
-                self.acknowledged[key] = reply.json()
-            else:
-                self.wrong.append(f"{reply.status_code} {reply.text}")
-            return
+    `acknowledged` gets, by the key, the problem and the job as it was told.
+    """
+    with client_at(url) as http:
+        for n in count():
+            if stop.is_set():
+                return
+            problem, key, reply = chain(forward=1.0 + n + number / CLIENTS).to_dict(), f"{number}-{n}", None
+            while reply is None:
+                try:
+                    body = {"problem": problem, "method": "plain"}
+                    reply = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": key})
+                except httpx.TransportError:
+                    time.sleep(0.1)
+            assert reply.status_code in (200, 201), reply.text
+            acknowledged[key] = problem, reply.json()
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Path) -> None:
-    chance = random.Random(kills)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    stop = threading.Event()
-    clients = [Client(n, url, stop) for n in range(CLIENTS)]
-    try:
-        for n in range(kills):
+    chance, port, stop = random.Random(kills), free_port(), threading.Event()
+    acknowledged: dict[str, tuple[Any, Any]] = {}
+    with ThreadPoolExecutor(CLIENTS) as pool, ExitStack() as ending:
+        ending.callback(stop.set)
+        clients: list[Future[None]] = []
+        for _ in range(kills):
             with serve_process(tmp_path, database_url, port) as (started, _):
-                for client in clients if n == 0 else []:
-                    client.start()
-                known = [len(client.acknowledged) for client in clients]
-                while known == [len(client.acknowledged) for client in clients]:
-                    time.sleep(0.01)
+                url = f"http://127.0.0.1:{port}"
+                clients = clients or [pool.submit(submit_all, k, url, stop, acknowledged) for k in range(CLIENTS)]
+                known = len(acknowledged)
+                until(lambda known=known: len(acknowledged) > known)
                 time.sleep(chance.uniform(0.0, 0.3))
                 started.kill()
                 started.wait(60)
-    finally:
         stop.set()
-    with serve_process(tmp_path, database_url, port) as (_, http):
+        http = ending.enter_context(serve_process(tmp_path, database_url, port))[1]
         for client in clients:  # each ends when its last job is acknowledged
-            client.join(STARTS_S)
-            assert not client.is_alive()
-        acknowledged = {key: job for client in clients for key, job in client.acknowledged.items()}
-        assert [wrong for client in clients for wrong in client.wrong] == []
+            client.result(STARTS_S)
         ids, address = set(), "/v1/jobs?limit=200"
         while address:
             page = http.get(address).json()
             ids |= {job["id"] for job in page["jobs"]}
             address = page["next"]
         # What was not acknowledged was said again, and is one job.
-        assert {job["id"] for job in acknowledged.values()} == ids
+        assert {job["id"] for _, job in acknowledged.values()} == ids
         assert len(ids) == len(acknowledged), "a job of its own for every key"
-        for told in acknowledged.values():
+        for problem, told in acknowledged.values():
+            assert told["best"]["schedule"]["problem"] == problem
             now = http.get(told["url"]).json()
             assert now["best"]["makespan_ms"] <= told["best"]["makespan_ms"]
             assert now["state"] in ("queued", "running", "done")
@@ -171,9 +154,7 @@ MOST_MIB = 1536  # `docker-compose.yml` gives the process 2 GB
 
 
 def peak_mib(pid: int) -> int:
-    told = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert told
-    return int(told[1]) >> 10
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) >> 10
 
 
 def test_the_largest_bodies_leave_memory_and_turns_to_others(tmp_path: Path) -> None:

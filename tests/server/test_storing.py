@@ -1,23 +1,34 @@
-"""Where schedules are kept; what can no longer be stored is not accepted, `/readyz` says so, and so does a sentence."""
+"""Where schedules are kept; what cannot be stored is not accepted, `/readyz` says so, and so does a sentence.
 
-from __future__ import annotations
+A database that goes away and comes back: 503 meanwhile, every acknowledged job is stored, and streams continue.
+"""
 
+import json
 import os
+import resource
 import shutil
+import signal
 import sqlite3
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from structlog.testing import capture_logs
 from support.problems.chain import chain, gpipe, one_by_one
-from support.service import client_of, settings_in
-from support.service.work import submit
+from support.service import client_of, events, settings_in
+from support.service.postgres import Postgres
+from support.service.rest import submit
+from support.service.serve_process import serve_process
+from support.service.work import submit as submit_to
+from support.until import until
 
 from optpipe.errors import InputError
 from optpipe.options import SolveOptions
@@ -99,7 +110,7 @@ def test_a_log_without_its_file_is_never_emptied(settings: Settings) -> None:
     """`optpipe keys list` beside a service whose file was moved must not make a new one, whose log is the service's."""
     database, file = Database(settings.database), file_of(settings)
     elsewhere = file.with_name("elsewhere")
-    job = submit(database)
+    job = submit_to(database)
     file.rename(elsewhere)
     with pytest.raises(InputError, match=r"the file is missing and its log .* is there"):
         Database(settings.database, secondary=True)
@@ -108,24 +119,19 @@ def test_a_log_without_its_file_is_never_emptied(settings: Settings) -> None:
     database.close()
 
 
-@pytest.fixture
-def damaged(settings: Settings) -> Settings:
-    """A database whose pages, the first apart, are garbage."""
-    database, file = Database(settings.database), file_of(settings)
-    for _ in range(30):
-        submit(database)
-    database.close()
+def test_a_damaged_file_ends_a_command_in_a_sentence(settings: Settings) -> None:
+    """Its pages, the first apart, are garbage."""
+    file = file_of(settings)
+    with closing(Database(settings.database)) as database:
+        for _ in range(30):
+            submit_to(database)
     content = file.read_bytes()
     file.write_bytes(content[:4096] + b"\xa5" * (len(content) - 4096))
-    return settings
-
-
-def test_a_damaged_file_ends_a_command_in_a_sentence(damaged: Settings) -> None:
     for command in (["keys", "list"], ["serve", "--port", "0"]):
         with pytest.raises(InputError, match=r"^.*malformed.*$"):
-            optpipe()([*command, "--database", damaged.database])
+            optpipe()([*command, "--database", settings.database])
     with pytest.raises(InputError, match="malformed"):  # nor does a service that cannot free lost jobs start
-        Service(damaged)
+        Service(settings)
 
 
 def test_a_page_that_is_damaged_while_the_service_runs_is_told(
@@ -205,3 +211,117 @@ def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) ->
     assert (entry.method, entry.lower_bound_ms) == ("gpipe", 39 / 8)
     assert len(kept) == 40
     assert any(kept)
+
+
+ENDS_S = 60.0  # what the end of a service may take
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[Postgres]:
+    """A PostgreSQL server of this test's own, which it may stop."""
+    own = Postgres()
+    try:
+        own.run("create database service")
+        yield own
+    finally:
+        own.close()
+
+
+def until_taken(client: httpx.Client) -> str:
+    def taken() -> str | None:
+        reply = client.post("/v1/jobs", json=BODY)
+        assert reply.status_code in (201, 503), reply.text
+        return reply.json()["id"] if reply.status_code == 201 else None
+
+    return until(taken)
+
+
+def is_refusal(reply: httpx.Response) -> None:
+    assert (reply.status_code, reply.headers["content-type"]) == (503, "application/problem+json"), reply.text
+    assert int(reply.headers["retry-after"]) > 0
+
+
+def listed(client: httpx.Client) -> set[str]:
+    return {job["id"] for job in client.get("/v1/jobs", params={"limit": 200}).json()["jobs"]}
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    taken = set[str]()
+    with serve_process(tmp_path) as (process, client):
+        taken.add(until_taken(client))
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))  # bytes of a file
+        answers = [client.post("/v1/jobs", json=BODY) for _ in range(20)]
+        taken |= {reply.json()["id"] for reply in answers if reply.status_code == 201}  # room that a refused one left
+        refused = [reply for reply in answers if reply.status_code != 201]
+        assert len(refused) > 5
+        for reply in (*refused, client.get("/readyz")):
+            is_refusal(reply)
+        assert listed(client) == taken, "what is there can be read"
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        taken.add(until_taken(client))
+        process.kill()
+        process.wait(60)
+    with serve_process(tmp_path) as (_, client):
+        assert listed(client) == taken
+
+
+def test_a_database_that_is_read_only(own_postgres: Postgres, tmp_path: Path, fake_solver: None) -> None:
+    with client_of(settings_in(tmp_path, own_postgres.url("service"))) as (client, _):
+        taken = {until_taken(client)}
+        own_postgres.run("alter database service set default_transaction_read_only = on")
+        own_postgres.stop()  # as a server that comes back as the copy of another
+        own_postgres.start()
+        for _ in range(5):
+            is_refusal(client.post("/v1/jobs", json=BODY))
+        assert listed(client) == taken, "what is there can be read"
+        own_postgres.run("alter database service reset default_transaction_read_only")
+        taken.add(until_taken(client))
+        assert listed(client) == taken
+
+
+def test_a_service_ends_though_its_database_hangs(own_postgres: Postgres, tmp_path: Path) -> None:
+    with serve_process(tmp_path, own_postgres.url("service")) as (process, client):
+        job = submit(client, method="hang")
+        with client.stream("GET", f"{job['url']}/events") as response:
+            assert next(events(response))["id"] == "1"
+            with own_postgres.hanging():
+                time.sleep(1.0)  # until its look for news waits for an answer
+                process.terminate()
+                assert process.wait(ENDS_S) == -signal.SIGTERM
+
+
+def test_a_restarted_database(own_postgres: Postgres, tmp_path: Path, fake_solver: None) -> None:
+    with client_of(settings_in(tmp_path, own_postgres.url("service"))) as (client, _):
+        job = submit(client, method="hang")
+        seen: list[dict[str, Any]] = []
+
+        def follow() -> None:
+            with client.stream("GET", f"{job['url']}/events") as response:
+                seen.extend(events(response))
+
+        follower = threading.Thread(target=follow)
+        follower.start()
+        until(lambda: seen)
+        own_postgres.stop(signal.SIGQUIT)
+        body = {"problem": job["best"]["schedule"]["problem"], "method": "infeasible"}
+        for method, path, content in (
+            ("POST", "/v1/jobs", body),
+            ("GET", job["url"], None),
+            ("GET", f"{job['url']}?wait=1", None),
+            ("GET", "/v1/jobs", None),
+            ("GET", f"{job['url']}/events", None),
+            ("PUT", f"{job['url']}/adoptions/1", {"step": 1}),
+            ("DELETE", job["url"], None),
+            ("GET", "/readyz", None),
+        ):
+            is_refusal(client.request(method, path, json=content))
+        assert client.get("/healthz").status_code == 200
+        assert follower.is_alive(), "who follows a job need not come again"
+        own_postgres.start()
+        until(lambda: client.get("/readyz").status_code == 200)
+        assert listed(client) == {job["id"]}, "what was refused was not stored"
+        submit(client, method="infeasible")
+        client.post(f"{job['url']}/cancel")
+        follower.join(60)
+        assert [event["event"] for event in seen] == ["incumbent", "end"]
+        assert json.loads(seen[-1]["data"])["state"] == "cancelled"

@@ -6,28 +6,27 @@ from fnmatch import fnmatch
 
 import pytest
 
-FIXTURES = {"three_ranks", "four_ranks", "postgres", "browser"}
+FIXTURES = {"three_ranks", "four_ranks", "postgres", "own_postgres", "browser"}
 DATABASES = {"postgresql"}  # as a parameter
 
 # Folders, files and tests below `tests`, in the form of fnmatch.
 PATTERNS = (
     # Processes that are killed, stopped, cut off or left waiting
     "server/hostile/*",
-    "server/work/test_kills.py*",
     "server/work/test_worker.py*",
-    "server/test_away.py*",
+    "server/test_storing.py::test_a_disk_that_is_full*",
     "server/test_serve.py*",
-    "server/test_job_updates.py*",
-    "server/database/test_connections.py*",
+    "server/test_events.py::test_every_client*",
+    "server/test_events.py::test_a_subscriber*",
     "runtime/test_chaos.py*",
     # The whole at once: services, solvers and trainings as a user starts them
     "deploy/*",
     "e2e/*",
-    "server/test_real_solver.py*",
+    "server/test_protocol.py::test_a_proven_first_schedule_is_cached*",
     "benchmarks/*",
     "runtime/test_gpu_commands.py*",
     "runtime/test_local_search.py*",
-    "cli/test_solve_for_real.py*",
+    "cli/test_solve_command.py::test_ctrl_c_while_an_engine_computes*",
     "runtime/test_training.py::test_the_script_in_the_docs_runs*",
     "runtime/test_training.py::test_both_examples_print_the_same_losses*",
     "runtime/test_training.py::test_packed_documents_have_the_losses_of_a_plain_run*",
@@ -38,9 +37,9 @@ PATTERNS = (
     "runtime/test_split_stages.py::test_*compiled*",
     # Pages and examples of the docs
     "docs/test_blocks.py*",
-    "docs/test_contributing.py*",
     # What several new processes do
-    "cache/test_processes.py*",
+    "cache/test_cache.py::test_several_processes_create_one_cache*",
+    "cache/test_cache.py::test_what_a_killed_process_has_added*",
     "core/test_jit.py::test_what_is_compiled_is_kept_until_a_function_that_it_calls_changes*",
     # Searches that take many seconds
     "solver/test_partitions.py::test_layers_count_only_where_placements_are_searched*",

@@ -1,7 +1,5 @@
 """API keys and the commands for them, on both databases."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -14,8 +12,12 @@ from optpipe_server.database.keys import Caller, Keys
 from optpipe_server.database.tables import keys as table
 
 
-def test_a_key_gives_its_name_and_scopes(database: Database) -> None:
-    keys = Keys(database)
+@pytest.fixture
+def keys(database: Database) -> Keys:
+    return Keys(database)
+
+
+def test_a_key_gives_its_name_and_scopes(keys: Keys) -> None:
     assert not keys.read().any
     one, two = keys.create("a", ["read", "submit"]), keys.create("b", {"admin"})
     assert keys.read().any
@@ -26,8 +28,7 @@ def test_a_key_gives_its_name_and_scopes(database: Database) -> None:
     assert listed == {("a", "submit read", None), ("b", "admin", None)}
 
 
-def test_a_wrong_key_is_rejected(database: Database) -> None:
-    keys = Keys(database)
+def test_a_wrong_key_is_rejected(keys: Keys) -> None:
     key, other = keys.create("a", ["read"]), keys.create("a", ["read"])
     _, key_id, secret = key.split("_")
     wrong = [
@@ -49,8 +50,7 @@ def test_a_wrong_key_is_rejected(database: Database) -> None:
     assert keys.read().check(key)
 
 
-def test_the_key_itself_is_not_stored(database: Database) -> None:
-    keys = Keys(database)
+def test_the_key_itself_is_not_stored(keys: Keys, database: Database) -> None:
     key = keys.create("a", ["read"])
     with database.read() as db:
         [row] = db.execute(select(table)).all()
@@ -58,8 +58,7 @@ def test_the_key_itself_is_not_stored(database: Database) -> None:
     assert not any(row.secret_sha256 in str(value) for value in keys.list()[0])
 
 
-def test_a_revoked_key_is_rejected_and_keys_are_still_required(database: Database) -> None:
-    keys = Keys(database)
+def test_a_revoked_key_is_rejected_and_keys_are_still_required(keys: Keys) -> None:
     key = keys.create("a", ["read"])
     key_id = key.split("_")[1]
     keys.revoke(key_id)
@@ -86,10 +85,10 @@ def test_a_revoked_key_is_rejected_and_keys_are_still_required(database: Databas
         ("a", [], "scope: a key needs at least one"),
     ],
 )
-def test_a_wrong_name_or_scope_is_refused(database: Database, name: str, scopes: list[str], message: str) -> None:
+def test_a_wrong_name_or_scope_is_refused(keys: Keys, name: str, scopes: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Keys(database).create(name, scopes)
-    assert not Keys(database).read().any
+        keys.create(name, scopes)
+    assert not keys.read().any
 
 
 def test_the_commands_work_beside_a_running_service(

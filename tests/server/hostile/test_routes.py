@@ -1,14 +1,31 @@
-"""Every route without a key, and with wrong keys. A route missing in `support.service.rest` fails here."""
+"""Every route without a key, with wrong keys, and with malformed bodies, headers, queries: one sentence, never a 5xx.
 
-from __future__ import annotations
+A route missing in `support.service.rest` fails here.
+"""
 
-from collections.abc import Iterator
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import httpx
 import pytest
-from support.service import client_at
-from support.service.postgres import shared_on_sqlite
-from support.service.rest import CALLS, IF_MATCH, Call, bearer, routes, submit, until_over
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from support.service import client_at, fake_service
+from support.service.postgres import database_of, shared_on_sqlite
+from support.service.rest import CALLS, IF_MATCH, PROBLEM, SCHEDULE, Call, bearer, routes, sound, submit, until_over
 
 from optpipe_server.database.keys import SCOPES, Keys
 from optpipe_server.http.replies import NO_ROUTE
@@ -88,3 +105,178 @@ def test_errors_tell_what_is_expected(
 ) -> None:
     reply = client.request(*asked.split())
     assert (reply.status_code, reply.json()["detail"], reply.headers.get("allow")) == (status, detail, allow)
+
+
+T = TypeVar("T")
+
+WITH_BODY = [call for call in CALLS if call.method in ("POST", "PUT", "PATCH")]
+many = [pytest.mark.soak, pytest.mark.timeout(3600)]
+few = pytest.mark.parametrize("few", [pytest.param(1, id="few"), pytest.param(50, id="many", marks=many)])
+
+NUMBERS = [
+    *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "-0", "-0.0", "1e-320", "5e-324", "1e-5000", "0", "-1", "0.5"),
+    *("1.7976931348623157e308", "9007199254740993", "9223372036854775808", "18446744073709551616", "1e19"),
+    *("01", "+1", "0x10", ".5", "1.", "1_000", "٣"),
+    *("9" * 400, "9" * 5000, "1" + "0" * 4299, "-" + "9" * 5000, "0." + "0" * 5000 + "1"),
+]
+OTHERS = [
+    *("null", "true", "false", "[]", "{}", '""', '"1"', '"NaN"', "[[]]", '[{"a": 1}]', "'x'", "undefined"),
+    *('"\\u0000"', '"a\\u0000b"', '"\\ud800"', '"\\udc00\\ud800"', '"\\u202e\\ufffe"', '"\x00"', '"\n"'),
+    *('"../../etc/passwd"', '"; drop table jobs; --"', '"{{7*7}}"', '"%s%n"', '"' + "x" * 100_000 + '"'),
+    *("[" * 100_000, '{"a":' * 100_000, "[" * 190 + "]" * 190),
+]
+RAW = [
+    *(b"", b" ", b"\x00", b"null", b"true", b"0", b'"text"', b"[]", b"{}", b"{}{}", b"{", b'{"problem"'),
+    *(b'{"problem": {}, "problem": {}}', b"\xff\xfe\x00\x01", b"\x1f\x8b\x08\x00" + bytes(100)),
+    *(b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000, bytes(range(256)) * 100),
+    *(b"9" * 100_000, b'"' + b"\xf0\x9f\x92\xa3" * 10_000 + b'"', b'{"' + b"x" * 100_000 + b'": 1}'),
+]
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a service, on each database, that accepts any number of jobs and solves none."""
+    folder, asks_nobody = tmp_path_factory.mktemp("service"), {"solves": 0, "open_jobs": 10**6, "first_schedule_s": 1.0}
+    with (
+        database_of(request) as database,
+        fake_service(folder, database, **asks_nobody) as (url, server),
+        client_at(url, server.service.keys.create("taking", SCOPES)) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def over(taking: httpx.Client) -> str:
+    """The id of a job that is over and has an incumbent."""
+    reply = taking.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang", "warm_start": SCHEDULE})
+    assert reply.json()["best"]["seq"] == 1
+    job_id: str = reply.json()["id"]
+    assert taking.post(f"/v1/jobs/{job_id}/cancel").json()["state"] == "cancelled"
+    return job_id
+
+
+def spoilt(body: dict[str, Any]) -> Iterator[str]:
+    """Yield the body with wrong values, duplicate names, other names and other encodings."""
+    text = json.dumps(body)
+    for path in sorted(set(_paths(body)), key=str):
+        for value in (*NUMBERS, *OTHERS):
+            marked = json.loads(text)
+            inner = marked
+            for step in path[:-1]:
+                inner = inner[step]
+            inner[path[-1]] = "<here>"
+            yield json.dumps(marked).replace('"<here>"', value)
+    for name in body:
+        yield f"{{{json.dumps(name)}: {json.dumps(body[name])}, {text[1:]}"
+        yield text.replace(f'"{name}"', f'"{name}\\u0000"', 1)
+        yield text.replace(f'"{name}"', f'"{name.upper()}"', 1)
+    yield text[:-1] + ', "__proto__": {}, "constructor": 1}'
+    yield from (text[:at] for at in range(0, len(text), 37))
+
+
+def _paths(value: Any, *above: str | int) -> Iterator[tuple[str | int, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for step, within in inner:
+        if not (isinstance(value, list) and 0 < step < len(value) - 1):
+            yield (*above, step)
+            yield from _paths(within, *above, step)
+
+
+def some(values: Sequence[T], most: int, seed: object) -> list[T]:
+    """A sample, the same in every run."""
+    return random.Random(str(seed)).sample(values, min(most, len(values)))
+
+
+@pytest.mark.parametrize("call", WITH_BODY, ids=name)
+@few
+def test_bodies(call: Call, few: int, taking: httpx.Client, over: str) -> None:
+    spoilt_bodies = [text.encode(errors="surrogatepass") for text in spoilt(call.body or {"none": 1})]
+    spoilt_bodies = some(spoilt_bodies, 8 * few, call)
+    whole = json.dumps(call.body or {})
+    others = [whole.encode(encoding) for encoding in ("utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7")]
+    for body in (*some(RAW, 6 * few, call), *some(others, 2 * few, call), *spoilt_bodies):
+        reply = call.ask(taking, over, {"If-Match": '"999"'}, body)
+        sound(reply, slow=call.path == "/v1/workbench")
+        if call.body is not None and body in RAW:
+            assert 400 <= reply.status_code < 500, body[:100]
+
+
+@pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**53, 2**63, 2**64])
+def test_numbers_for_which_a_column_is_too_small(number: int, taking: httpx.Client, over: str) -> None:
+    for path in (f"incumbents?after={number}", f"log?after={number}", f"trace?seq={number}", f"incumbents/{number}"):
+        sound(taking.get(f"/v1/jobs/{over}/{path}"))
+    sound(taking.put(f"/v1/jobs/{over}/adoptions/{number}", json={"step": 1}))
+    sound(taking.put(f"/v1/jobs/{over}/adoptions/1", json={"step": number}))
+    sound(taking.patch(f"/v1/jobs/{over}", json={"time_limit_s": 1.0}, headers={"If-Match": f'"{number}"'}))
+    sound(taking.get(f"/v1/jobs/{over}/events", headers={"Last-Event-ID": str(number)}))
+
+
+@few
+@pytest.mark.parametrize("call", [call for call in CALLS if "{" in call.path], ids=name)
+def test_paths(call: Call, few: int, taking: httpx.Client, over: str) -> None:
+    odds = [
+        *("%00", "%ff", "..", "%2e%2e%2f", "%0a", "'", "0", "-1", "9" * 30, "9" * 5000, "é"),
+        *(over.upper(), f"{over}%00", f"{over}%2f"),
+    ]
+    for odd in some(odds, 3 * few, call):
+        path = call.path.replace("{job_id}", odd).replace("{seq}", "1")
+        reply = taking.request(call.method, path, json=call.body)
+        sound(reply)
+        assert reply.status_code in (404, 405)
+        if "{seq}" in call.path:
+            path = call.path.replace("{job_id}", over).replace("{seq}", odd)
+            sound(taking.request(call.method, path, json=call.body))
+
+
+CHECKS: list[Callable[..., Any]] = [
+    not_a_server_error,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+]
+LONGEST_ERROR = 2**14  # bytes
+
+
+@pytest.mark.parametrize(
+    ("taking", "examples", "least"),
+    [
+        pytest.param("sqlite", 4, 125, id="sqlite-few"),
+        pytest.param("sqlite", 300, 10_000, id="sqlite-many", marks=many),
+        pytest.param("postgresql", 300, 10_000, id="postgresql-many", marks=many),
+    ],
+    indirect=["taking"],
+)
+def test_the_service_follows_its_description(examples: int, least: int, taking: httpx.Client, over: str) -> None:
+    described = schemathesis.openapi.from_dict(taking.get("/openapi.json").json())
+    headers = {"Authorization": taking.headers["Authorization"]}
+    asked = 0
+
+    def ask(case: schemathesis.Case, real: bool) -> None:
+        nonlocal asked
+        if real and "job_id" in case.path_parameters:
+            case.path_parameters["job_id"] = over
+        if "wait" in (case.query or {}):
+            case.query["wait"] = 0  # nothing will happen
+        response = case.call(base_url=str(taking.base_url), headers=headers, timeout=240)
+        # The body of a stream is described as the text it is; schemathesis would have each event be one.
+        stream = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
+        case.validate_response(
+            response, checks=[check for check in CHECKS if not (stream and check is response_schema_conformance)]
+        )
+        assert response.status_code < 400 or len(response.content) <= LONGEST_ERROR
+        asked += 1
+
+    for operation in (found.ok() for found in described.get_all_operations()):
+        read = [*operation.body, *operation.query, *operation.headers]
+        for mode in GenerationMode if read else [GenerationMode.POSITIVE]:  # what reads nothing cannot be asked wrongly
+            cases = operation.as_strategy(generation_mode=mode)
+            tried = given(case=cases, real=st.booleans() if operation.method != "delete" else st.just(False))(ask)
+            with suppress(Unsatisfiable):  # nor what reads any text
+                settings(
+                    max_examples=examples,
+                    suppress_health_check=list(HealthCheck),
+                    database=None,
+                    phases=[Phase.generate],
+                )(tried)()
+    assert asked >= least

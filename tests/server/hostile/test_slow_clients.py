@@ -1,7 +1,5 @@
 """Raw sockets: endless requests, unread streams, bytes that are not HTTP. Other clients are answered all the same."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterator

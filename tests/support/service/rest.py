@@ -1,13 +1,12 @@
 """One valid request for every route of the service, and what tests do with jobs over HTTP."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI
 from starlette.routing import Mount
 
@@ -93,7 +92,7 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
 def submit(client: httpx.Client, problem: Problem | None = None, method: str = "plain", **more: Any) -> dict[str, Any]:
     reply = client.post("/v1/jobs", json={"problem": (problem or chain()).to_dict(), "method": method, **more})
     assert reply.status_code == 201, reply.text
-    job: dict[str, Any] = reply.json()
+    job = reply.json()
     assert reply.headers["location"] == job["url"]
     assert reply.headers["etag"] == f'"{job["version"]}"'
     return job
@@ -111,8 +110,7 @@ def until_running(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
     while reply.json()["state"] == "queued":
         reply = client.get(job["url"], params={"wait": 60}, headers={"If-None-Match": reply.headers["etag"]})
         assert reply.status_code == 200, "nothing changed for long"
-    shown: dict[str, Any] = reply.json()
-    return shown
+    return reply.json()
 
 
 def until_cached(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
@@ -121,3 +119,18 @@ def until_cached(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
     body = {"problem": over["best"]["schedule"]["problem"], "objective": over["options"]["objective"]}
     until(lambda: (hit := client.post("/v1/cache/lookup", json=body).json()["hit"]) and hit["exact"])
     return over
+
+
+def sound(reply: httpx.Response, slow: bool = False) -> None:
+    """Check that the reply is an answer, or one sentence why there is none: also 503 from a route that is `slow`."""
+    assert reply.status_code < 500 or (slow and reply.status_code == 503), reply.text[:1000]
+    if reply.status_code >= 400:
+        assert reply.headers["content-type"] == "application/problem+json"
+        assert len(reply.content) < 2000
+        document = reply.json()
+        assert set(document) == {"type", "title", "status", "detail"}
+        assert document["status"] == reply.status_code
+        assert document["detail"].strip()
+        assert "\n" not in document["detail"]
+    elif reply.headers.get("content-type") == "application/json":
+        json.loads(reply.content, parse_constant=pytest.fail)

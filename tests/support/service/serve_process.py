@@ -1,7 +1,5 @@
 """The service as a process of its own, which tests may kill or limit; with fake solvers unless told otherwise."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -29,16 +27,9 @@ Process = tuple[subprocess.Popen[str], httpx.Client]
 def serve_process(
     folder: Path, database: str | None = None, port: int | None = None, modules: tuple[str, str] = FAKES
 ) -> Iterator[Process]:
-    """Yield the process once it answers, and a client of it.
+    """Yield the process once it answers, and a client of it; its database is by default a file in the folder.
 
-    Parameters
-    ----------
-    database
-        By default the same file in the folder each time.
-    port
-        By default a free one.
-    modules
-        Those of the solver and of first schedules.
+    `modules` are those of the solver and of first schedules.
     """
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.db"), "PYTHONPATH": path}

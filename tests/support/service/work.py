@@ -1,8 +1,6 @@
 """Jobs as clients and workers make them, workers with a fake solver, and what must hold in the database whatever
 happens to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -4,16 +4,13 @@ On PostgreSQL it is what `optpipe worker` runs, on SQLite what works within `opt
 standard input closes.
 """
 
-from __future__ import annotations
-
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from optpipe import solvers
@@ -27,18 +24,12 @@ from optpipe_server.work.worker import work
 LOST_S, HEARTBEAT_S = 2.0, 0.3
 
 
+@dataclass
 class WorkerProcess:
     """The process; its whole process tree carries `mark`."""
 
-    def __init__(self, url: str, name: str, cache: Path, deaf: bool = False) -> None:
-        self.mark = process_tree.new_mark()
-        environment = {
-            **process_tree.environment(self.mark),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            **({"DEAF": "1"} if deaf else {}),
-        }
-        command = [sys.executable, "-m", "support.service.worker_process", url, name, str(cache)]
-        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    process: subprocess.Popen[bytes]
+    mark: str
 
     @property
     def children(self) -> list[int]:
@@ -49,42 +40,37 @@ class WorkerProcess:
         self.process.kill()
         self.process.wait()
 
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.kill()
-        process_tree.end(self.mark)
-
 
 @contextmanager
 def worker_process(url: str, name: str, cache: Path, deaf: bool = False) -> Iterator[WorkerProcess]:
     """Yield the worker; none of its process tree is left after the block."""
-    worker = WorkerProcess(url, name, cache, deaf)
+    mark = process_tree.new_mark()
+    environment = process_tree.environment(mark) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {"DEAF": "1"} if deaf else {}
+    command = [sys.executable, "-m", "support.service.worker_process", url, name, str(cache)]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    worker = WorkerProcess(process, mark)
     try:
         yield worker
     finally:
-        worker.close()
+        process.stdin.close()
+        worker.kill()
+        process_tree.end(mark)
 
 
 def main(url: str, name: str, cache: str) -> None:
     solvers.installed().SEARCH = "support.fakes.solver"
     solve.NICER = 0  # see `not_nicer`
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     settings = Settings(
         database=url, cache=Path(cache), pack=None, solves=2, threads=2, heartbeat_s=HEARTBEAT_S, lost_s=LOST_S
     )
     if url.startswith("postgresql"):
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         work(settings, name)
-        return
-    database = Database(url)
-    worker = make_worker(settings, database, ServiceCache(settings, database), name)
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    worker.start()
-    while not told:
-        time.sleep(0.02)
-    worker.stop(5.0)
-    os._exit(0)
+    else:
+        database = Database(url)
+        make_worker(settings, database, ServiceCache(settings, database), name).start()
+        _end_with_parent()
 
 
 def _end_with_parent() -> None:

@@ -1,8 +1,9 @@
-"""The page's own routes: all schedules of a problem, an edited schedule, the queue, figures, lookup in the cache."""
+"""The page's own routes: all schedules of a problem, an edited one, the queue, figures, the cache, diagnosis."""
 
-from __future__ import annotations
-
+import io
 import json
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,12 +11,16 @@ import pytest
 from support.problems.chain import chain, gpipe, one_by_one
 from support.service.postgres import shared_on_sqlite
 from support.service.rest import submit, until_running
+from support.traces.faults import Job, recorded
 
 from optpipe import compare
+from optpipe.diagnose import diagnose
+from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import ScheduleFile, check
+from optpipe_server.http import tools
 from optpipe_server.http.server import Server
-from optpipe_server.pool import pool
+from optpipe_server.pool import diagnosis, pool
 from optpipe_solver.systems import generate
 
 pytestmark = [shared_on_sqlite]
@@ -23,7 +28,7 @@ PROBLEM = chain(m=4)
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(shared: tuple[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "SLOW_S", 200.0)  # on a busy machine
 
 
@@ -131,3 +136,79 @@ def test_a_figure_of_two_incumbents_marks_what_changed(client: httpx.Client) -> 
     alone = client.get(f"{job['url']}/figure").json()
     assert [each["ops"]["changed"] for each in alone["schedules"]] == [None]
     assert client.get(f"{job['url']}/figure", params={"seq": 99}).status_code == 404
+
+
+TRACE = Path(__file__).parents[2] / "examples/traces/primus-8x16"
+JOB = Job(3, 6, 2, 4, "stages", 1.8, 1, 1, 0, 7)
+
+
+def diagnosed(client: httpx.Client, content: bytes, query: dict[str, Any]) -> httpx.Response:
+    return client.post("/v1/diagnose", params=query, content=content, headers={"Content-Type": tools.UPLOADED})
+
+
+def archive(*files: tuple[str, bytes]) -> bytes:
+    with io.BytesIO() as content:
+        with tarfile.open(fileobj=content, mode="w:gz") as tar:
+            for name, text in files:
+                member = tarfile.TarInfo(name)
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
+        return content.getvalue()
+
+
+def timeline() -> bytes:
+    ops = [each for each in recorded(JOB).ops if each.replica == 0]
+    cells = [(op.stage, op.kind.name, op.microbatch, ms, device, step) for op, device, step, ms, *_ in ops]
+    lines = ["stage,op,microbatch,duration_ms,device,step", *(",".join(map(str, each)) for each in cells)]
+    return "\n".join(lines).encode()
+
+
+def test_a_file_and_an_archive_are_diagnosed_as_by_the_command(client: httpx.Client, tmp_path: Path) -> None:
+    (tmp_path / "ops.csv").write_bytes(timeline())
+    query: dict[str, Any] = {"name": "ops.csv", "layers": [4], "time_limit_s": 0}
+    reply = diagnosed(client, timeline(), query)
+    assert reply.status_code == 200, reply.text
+    told = diagnose(tmp_path / "ops.csv", layers=[4], time_limit_s=0.0).to_dict()
+    assert reply.json() == json.loads(json.dumps(told))
+    assert told["causes"]
+    dumped = archive(*((f"dump/{path.name}", path.read_bytes()) for path in TRACE.iterdir()))
+    query = {"layers": [8], "time_limit_s": 0, "to": "figure"}
+    figure = diagnosed(client, dumped, query).json()
+    same = json.loads(json.dumps(diagnose(TRACE, layers=[8], time_limit_s=0.0).to_dict()))
+    assert figure["diagnosis"].items() >= same.items()
+    assert figure["schedules"][0]["memory"] is None
+    page = diagnosed(client, dumped, {**query, "to": "html"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.text.rstrip().endswith("</html>")
+
+
+@pytest.mark.parametrize(
+    ("content", "query", "status", "why"),
+    [
+        (b"", {}, 422, "a trace is expected"),
+        (b"no trace", {}, 422, "files/trace: like no form that is known"),
+        (b"no trace", {"name": "../../x.csv"}, 422, "files/x.csv"),
+        (b"\x1f\x8bno gzip", {}, 422, "is not valid gzip"),
+        (archive(("../x", b"1"), ("/x", b"2")), {}, 422, "files/x: two files of the archive have this name"),
+        (archive(("x.csv", b"")), {"form": "nope"}, 422, "form = 'nope'"),
+        (b"x", {"memory": "inf"}, 422, "memory = 'inf'"),
+        (b"x" * (tools.LONGEST_UPLOAD + 1), {}, 413, "`optpipe diagnose FILE` reads larger traces"),
+    ],
+    ids=["empty", "no-trace", "name", "no-gzip", "same-name", "form", "memory", "too-long"],
+)
+def test_what_cannot_be_read_is_refused_in_a_sentence(
+    client: httpx.Client, content: bytes, query: dict[str, Any], status: int, why: str
+) -> None:
+    reply = diagnosed(client, content, query)
+    assert (reply.status_code, reply.headers["content-type"]) == (status, "application/problem+json")
+    assert why in reply.json()["detail"]
+
+
+def test_a_page_of_another_origin_cannot_send_a_trace(client: httpx.Client) -> None:
+    assert client.post("/v1/diagnose", content=b"x", headers={"Content-Type": "text/plain"}).status_code == 415
+
+
+def test_reading_has_a_limit_of_memory() -> None:
+    with pytest.raises(InputError, match="more than 67108864 bytes"), diagnosis.limited_memory(2**26):
+        bytearray(2**28)
+    assert len(bytearray(2**28)) == 2**28

@@ -1,7 +1,5 @@
 """docker-compose.yml and the files that belong to it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +10,7 @@ import yaml
 
 from support.packages import with_what_they_need
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]

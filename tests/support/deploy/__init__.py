@@ -1,1 +1,0 @@
-"""The files of deployments, and what is started by them."""
