@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from support.problems.chain import chain, gpipe, one_by_one
 
-from optpipe import InputError, Problem, ScheduleError
+from optpipe import InputError, Problem, ScheduleError, check
 from optpipe.reuse import by_rules
-from optpipe.schedule import check
 from optpipe_cache import Cache, Retention, default_path, lookup, storage, structure
 from optpipe_server.database import Database
 from optpipe_server.database.tables import schedules

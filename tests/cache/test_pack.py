@@ -11,7 +11,7 @@ import pytest
 from support.problems.chain import chain, gpipe
 
 from benchmarks.cache import ordinary_problems
-from optpipe.schedule import check
+from optpipe import check
 from optpipe_cache import Cache, Entry, Pack, StoredRow, features, structure, user_cache, write_pack
 from optpipe_cache.storage import PACK_PATH
 from optpipe_cli.app import optpipe

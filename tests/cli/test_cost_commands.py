@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from support.commands import Run
 
-from optpipe import Problem, Schedule, check
+from optpipe import Problem, Result, Schedule, check
 from optpipe.options import SearchOptions
-from optpipe.results import Result
 from optpipe.transformer.calibrate import NAMES
 from optpipe.transformer.iterations import COLUMNS, MEASURED, iteration_ms, read_iterations
 from optpipe.transformer.presets import GPUS, MODELS

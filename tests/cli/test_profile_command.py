@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from optpipe import Problem
-from optpipe.errors import InputError
+from optpipe import InputError, Problem
 from optpipe_cli import profile
 from optpipe_cli.main import main
-from optpipe_runtime.profiles import BatchSizes, Setup, find_factory
+from optpipe_runtime import Setup
+from optpipe_runtime.profiles import BatchSizes, find_factory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
 MODEL = PAGE.split("```python\n")[1].split("```")[0]  # the page's own

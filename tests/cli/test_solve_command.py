@@ -17,9 +17,9 @@ import pytest
 from rich.console import Console
 from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
 
-from optpipe import ScheduleFile, anytime, check
+from optpipe import Result, ScheduleFile, anytime, check
 from optpipe.options import SolveOptions
-from optpipe.results import Improvement, Result
+from optpipe.results import Improvement
 from optpipe_cache import storage
 from optpipe_cli.solve import view
 

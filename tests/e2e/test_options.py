@@ -29,8 +29,8 @@ from optpipe.process import child
 from optpipe_cli import main as cli
 from optpipe_cli.app import option_name
 from optpipe_cli.app import optpipe as program
+from optpipe_runtime import ScheduleClient
 from optpipe_runtime.service import follow
-from optpipe_runtime.service.client import ScheduleClient
 
 PROBLEM = chain()
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")

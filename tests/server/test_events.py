@@ -5,27 +5,20 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from support.fakes.solver import together
 from support.problems.chain import chain
-from support.service import client_at, client_of, events, running, settings_in
+from support.service import client_of, events
 from support.service.postgres import on_sqlite, shared_on_sqlite
-from support.service.rest import submit, until_over
+from support.service.rest import submit, until_over, until_running
 from support.until import until
 
-from optpipe.results import Result
-from optpipe.schedule import Schedule
 from optpipe_server import Settings
-from optpipe_server.database import Database
-from optpipe_server.database.searches import Searches
 from optpipe_server.http.job_updates import POLL_S, Topic, events_of
 from optpipe_server.http.server import Server
 
@@ -153,36 +146,6 @@ def test_pings_while_nothing_happens(client: httpx.Client) -> None:
     assert len(pings) >= 2
 
 
-M = 12
-PROBLEM = chain(m=M, memory=M)
-
-# The more micro-batches together, the shorter.
-BETTER = [
-    Schedule.parse(PROBLEM, [program.split() for program in together(M, last)], method=f"{last} together")
-    for last in range(2, M + 1)
-]
-
-Shared = tuple[str, Server]
-
-
-@pytest.fixture
-def api(database_url: str, tmp_path: Path, fake_solver: None) -> Iterator[Shared]:
-    """A server whose jobs the test itself works on."""
-    with running(replace(settings_in(tmp_path, database_url), solves=0)) as served:
-        yield served
-
-
-def work(database: Database, pause_s: float) -> None:
-    """Do what a worker does for one job, step by step."""
-    searches = Searches(database, "test")
-    job_id = searches.first_open(())
-    claim = searches.begin(job_id)
-    for schedule in BETTER:
-        time.sleep(pause_s)
-        searches.append(claim, Result("feasible", schedule, method=schedule.method))
-    searches.finish(claim, "done", Result("feasible", BETTER[-1], method=BETTER[-1].method), 1.0)
-
-
 async def resume(http: httpx.AsyncClient, job: dict[str, Any], chance: random.Random, breaks: int) -> list[int]:
     """The incumbents that a client sees whose connection breaks several times, and that continues after the last."""
     seen: list[int] = []
@@ -206,46 +169,34 @@ async def resume(http: httpx.AsyncClient, job: dict[str, Any], chance: random.Ra
 
 @pytest.mark.parametrize(("clients", "breaks"), [(40, 2), pytest.param(500, 1, marks=pytest.mark.soak)])
 def test_every_client_sees_every_incumbent_once(
-    api: Shared, clients: int, breaks: int, monkeypatch: pytest.MonkeyPatch
+    shared: tuple[str, Server], client: httpx.Client, clients: int, breaks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, server = api
-    service = server.service
-    asked: list[float] = []
+    service, asked, chance = shared[1].service, list[float](), random.Random(clients)
     versions = service.jobs.versions
     monkeypatch.setattr(service.jobs, "versions", lambda ids: (asked.append(time.monotonic()), versions(ids))[1])
-    chance = random.Random(clients)
 
     async def all_follow(job: dict[str, Any]) -> list[list[int]]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=240, trust_env=False, limits=limits) as http:
+        many = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=client.base_url, headers=client.headers, timeout=240, trust_env=False, limits=many
+        ) as http:
             return await asyncio.gather(*(resume(http, job, chance, breaks) for _ in range(clients)))
 
-    with client_at(url) as client:
-        job = submit(client, PROBLEM, method="any")
-    worker = threading.Thread(target=work, args=(service.database, 0.05))
-    worker.start()
+    job = submit(client, chain(m=12, memory=12), method="steps")
     everything = asyncio.run(all_follow(job))
-    worker.join()
-    assert everything == [list(range(1, len(BETTER) + 2))] * clients
-    until(lambda: service.job_updates._topics == {})
+    assert everything == [list(range(1, 13))] * clients
     assert len(asked) <= (asked[-1] - asked[0]) / POLL_S + clients * (breaks + 1) + 10, "one query serves all"
+    until(lambda: service.job_updates._topics == {})
 
 
-def test_a_subscriber_waits_for_a_topic_that_is_too_old(api: Shared) -> None:
+def test_a_subscriber_waits_for_a_topic_that_is_too_old(client: httpx.Client) -> None:
     """A client that has seen the reply to its change must not get an older state."""
-    url, _ = api
-    with client_at(url) as client:
-        job = submit(client, PROBLEM, method="any")
-        with client.stream("GET", f"{job['url']}/events") as response:
-            lines = response.iter_lines()
-            assert next(lines) == "id: 1"
-            for time_limit_s in range(100, 110):
-                extended = client.patch(
-                    job["url"], json={"time_limit_s": time_limit_s}, headers={"If-Match": f'"{job["version"]}"'}
-                )
-                assert extended.status_code == 200
-                job = extended.json()
-                known = client.get(
-                    job["url"], params={"wait": 0.01}, headers={"If-None-Match": extended.headers["etag"]}
-                )
-                assert known.status_code == 304
+    job = until_running(client, submit(client, method="hang"))
+    with client.stream("GET", f"{job['url']}/events") as response:
+        assert next(response.iter_lines()) == "id: 1"
+        for time_limit_s in range(100, 110):
+            version = {"If-Match": f'"{job["version"]}"'}
+            extended = client.patch(job["url"], json={"time_limit_s": time_limit_s}, headers=version)
+            assert extended.status_code == 200
+            job, version = extended.json(), {"If-None-Match": extended.headers["etag"]}
+            assert client.get(job["url"], params={"wait": 0.01}, headers=version).status_code == 304

@@ -14,20 +14,16 @@ from support.examples import examples
 from support.problems.chain import chain, gpipe, one_by_one
 from support.problems.strategies import problems
 
-from optpipe import solvers
-from optpipe.errors import InputError
+from optpipe import InputError, Problem, Schedule, check, solvers
 from optpipe.model.placement import Placement
-from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
-from optpipe.schedule import Schedule, check
 from optpipe_cache import Retention
-from optpipe_server import accepted
+from optpipe_server import Settings, accepted
 from optpipe_server.database import Database, InitialResult
 from optpipe_server.database.tables import Source
 from optpipe_server.first_schedules import FirstSchedules
 from optpipe_server.pool import BusyError, Pool
 from optpipe_server.service_cache import ServiceCache
-from optpipe_server.settings import Settings
 from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's

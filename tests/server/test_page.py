@@ -15,8 +15,8 @@ from support.service import client_at
 from support.service.rest import submit, until_over
 from support.service.serve_process import serve_process
 
-from optpipe.model.problem import Problem
-from optpipe.schedule import ScheduleFile, timed_ops
+from optpipe import Problem, ScheduleFile
+from optpipe.schedule import timed_ops
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
 from optpipe_solver import systems

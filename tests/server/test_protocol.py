@@ -13,9 +13,9 @@ from support.service import client_of, events
 from support.service.postgres import on_sqlite
 from support.service.rest import submit, until_cached, until_over, until_running
 
-from optpipe import export_schedule
+from optpipe import Schedule, ScheduleFile, check, export_schedule
 from optpipe.evaluate.objective import TOLERANCE
-from optpipe.schedule import Schedule, ScheduleFile, check, timed_ops
+from optpipe.schedule import timed_ops
 from optpipe_server import Settings
 
 

@@ -20,9 +20,7 @@ from support.service import client_at, events
 from support.service.serve_process import serve_process
 from support.until import until
 
-from optpipe.errors import InputError
-from optpipe.model.problem import Problem
-from optpipe.schedule import ScheduleFile, check
+from optpipe import InputError, Problem, ScheduleFile, check
 from optpipe_server import Settings
 from optpipe_server.accepted import MOST_MICROBATCHES, MOST_PARTS
 from optpipe_server.database import Database

@@ -30,9 +30,8 @@ from support.service.serve_process import serve_process
 from support.service.work import submit as submit_to
 from support.until import until
 
-from optpipe.errors import InputError
+from optpipe import InputError, Result
 from optpipe.options import SolveOptions
-from optpipe.results import Result
 from optpipe_cache import Cache
 from optpipe_cli.app import optpipe
 from optpipe_server import Settings

@@ -13,11 +13,8 @@ from support.service.postgres import shared_on_sqlite
 from support.service.rest import submit, until_running
 from support.traces.faults import Job, recorded
 
-from optpipe import compare
+from optpipe import InputError, Problem, ScheduleFile, check, compare
 from optpipe.diagnose import diagnose
-from optpipe.errors import InputError
-from optpipe.model.problem import Problem
-from optpipe.schedule import ScheduleFile, check
 from optpipe_server.http import tools
 from optpipe_server.http.server import Server
 from optpipe_server.pool import diagnosis, pool

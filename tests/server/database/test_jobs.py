@@ -16,9 +16,8 @@ from support.service import running, settings_in
 from support.service.work import FAST, PROBLEM, SLOW, found, row, start, submit
 from support.until import until
 
-from optpipe.model.problem import Problem
+from optpipe import Problem, Result
 from optpipe.options import SolveOptions
-from optpipe.results import Result
 from optpipe_cache import Retention
 from optpipe_cache.storage import KEEP_ALL
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob, Searches, tables

@@ -5,7 +5,7 @@ import json
 import pytest
 from sqlalchemy import select
 
-from optpipe.errors import InputError
+from optpipe import InputError
 from optpipe_cli.app import optpipe
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Caller, Keys

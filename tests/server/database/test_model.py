@@ -22,10 +22,8 @@ from hypothesis.stateful import (
 from support.problems.chain import chain, gpipe, one_by_one
 from support.service.work import found, row
 
-from optpipe.model.problem import Problem
+from optpipe import Problem, Result, Schedule
 from optpipe.options import SolveOptions
-from optpipe.results import Result
-from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob, Searches
 from optpipe_server.database.changes import CANCELLED, ConflictError, KeyReusedError, StaleError, TooManyOpenError
 from optpipe_server.database.jobs import options_of
@@ -52,7 +50,6 @@ class Known:
     key_name: str
     problem: Problem
     priority: int
-    number: int
     time_limit_s: float
     state: str = "queued"
     idempotency_key: str | None = None
@@ -126,8 +123,7 @@ class Model(RuleBasedStateMachine):
         self.database = Database(self._url.__enter__())
         self.jobs = Jobs(self.database)
         self.workers = {name: Searches(self.database, name) for name in ("v", "w")}
-        self.known: dict[str, Known] = {}
-        self.number = 0
+        self.known: dict[str, Known] = {}  # those submitted first are first
         self.first_problem: dict[str, str] = {}  # by the job, what its key came with
 
     def teardown(self) -> None:
@@ -155,14 +151,14 @@ class Model(RuleBasedStateMachine):
         running = [job_id for job_id, job in self.known.items() if job.state == "running"]
         job_id = self.workers[worker].first_open([] if left else running)
         waits = {each: job for each, job in self.known.items() if job.state == "queued" or (left and each in running)}
-        assert job_id == min(waits, key=lambda each: (-waits[each].priority, waits[each].number), default=None)
+        assert job_id == min(waits, key=lambda each: -waits[each].priority, default=None)
         return self.take(worker, job_id) if job_id else multiple()
 
     @rule(target=claims, worker=WORKERS, job_id=ids)
     def take(self, worker: str, job_id: str) -> object:
         """A job that waits, or that of a worker that seems lost."""
-        claim, job = self.workers[worker].begin(job_id), self.known.get(job_id)
-        if job is not None and job.state == "running":  # its worker is gone, as another one finds
+        claim, job = self.workers[worker].begin(job_id), self.known[job_id]
+        if job.state == "running":  # its worker is gone, as another one finds
             job.losses += 1
             if job.cancel:
                 job.end("cancelled", CANCELLED)
@@ -170,7 +166,7 @@ class Model(RuleBasedStateMachine):
                 job.end("done" if job.value_ms is not None else "failed", f"its worker was lost {job.losses} times")
             else:
                 job.version += 1
-        if job is None or job.state not in OPEN:
+        if job.state not in OPEN:
             assert claim is None
             return multiple()
         assert claim is not None
@@ -258,8 +254,8 @@ class Model(RuleBasedStateMachine):
             if told.makespan_ms is not None and told.makespan_ms <= job.value_ms:
                 job.learn(told)
 
-    def open(self, name: str) -> int:
-        return sum(job.key_name == name and job.state in OPEN for job in self.known.values())
+    def is_full(self, name: str) -> bool:
+        return sum(job.key_name == name and job.state in OPEN for job in self.known.values()) >= MOST_OPEN
 
     def start(self, problem: Problem, given: tuple[int, float] | None) -> InitialResult:
         return InitialResult(result_of(SCHEDULES[problem.sha256][given[0]], given[1])) if given else InitialResult()
@@ -284,7 +280,7 @@ class Model(RuleBasedStateMachine):
         except TooManyOpenError:
             assert there is None
             assert first_state == "queued"
-            assert self.open(name) >= MOST_OPEN
+            assert self.is_full(name)
             return multiple()
         except KeyReusedError:
             assert there is not None
@@ -294,9 +290,8 @@ class Model(RuleBasedStateMachine):
             assert (there, self.first_problem[job_id]) == (job_id, problem.sha256)
             return multiple()
         assert there is None
-        assert first_state != "queued" or self.open(name) < MOST_OPEN
-        self.number += 1
-        job = Known(name, problem, priority, self.number, 10.0, first_state, key)
+        assert first_state != "queued" or not self.is_full(name)
+        job = Known(name, problem, priority, 10.0, first_state, key)
         job.learn(start.best)
         if start.best.schedule is not None:
             job.add(start.best)
@@ -307,11 +302,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(job_id=ids)
     def cancel(self, job_id: str) -> None:
-        job = self.known.get(job_id)
-        if job is None:
-            with pytest.raises(LookupError):
-                self.jobs.cancel(job_id)
-            return
+        job = self.known[job_id]
         self.jobs.cancel(job_id)
         if job.state == "queued":
             job.cancel = True
@@ -322,9 +313,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(job_id=ids, more=st.floats(-1, 5), stale=st.booleans())
     def extend(self, job_id: str, more: float, stale: bool) -> None:
-        job = self.known.get(job_id)
-        if job is None:
-            return
+        job = self.known[job_id]
         version = row(self.database, job_id).version
         wanted = job.time_limit_s + more
         try:
@@ -342,9 +331,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(job_id=ids, problem=st.sampled_from(PROBLEMS), given=STARTS, stale=st.booleans())
     def change_problem(self, job_id: str, problem: Problem, given: tuple[int, float] | None, stale: bool) -> None:
-        job = self.known.get(job_id)
-        if job is None:
-            return
+        job = self.known[job_id]
         start = self.start(problem, given)
         first_state = start.state(SolveOptions())
         seen = len(job.incumbents) - stale
@@ -359,13 +346,13 @@ class Model(RuleBasedStateMachine):
         except TooManyOpenError:
             assert first_state == "queued"
             assert job.state not in OPEN
-            assert self.open(job.key_name) >= MOST_OPEN
+            assert self.is_full(job.key_name)
             return
         assert not stale
         assert job.state != "cancelled"
         assert not (job.cancel and job.state in OPEN)
         job.cancel = False
-        assert first_state != "queued" or job.state in OPEN or self.open(job.key_name) < MOST_OPEN
+        assert first_state != "queued" or job.state in OPEN or not self.is_full(job.key_name)
         job.state, job.worker = first_state, None
         job.problem, job.problem_version, job.reason, job.lower_bound_ms = problem, job.problem_version + 1, None, None
         job.spent_s, job.crashes, job.losses = 0.0, 0, 0
@@ -376,9 +363,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(job_id=ids, seq=st.integers(0, 3), step=st.integers(0, 10**12))
     def adopt(self, job_id: str, seq: int, step: int) -> None:
-        job = self.known.get(job_id)
-        if job is None:
-            return
+        job = self.known[job_id]
         try:
             self.jobs.adopt(job_id, seq, step, None)
         except LookupError:
@@ -390,19 +375,17 @@ class Model(RuleBasedStateMachine):
 
     @rule(job_id=consumes(ids))
     def purge(self, job_id: str) -> None:
-        job = self.known.pop(job_id, None)
-        if job is None:
+        del self.known[job_id]
+        self.jobs.purge(job_id)
+        assert (self.jobs.incumbents(job_id), self.jobs.bounds(job_id), self.jobs.log(job_id, 0, 9)) == ([], [], [])
+        for call in (self.jobs.cancel, self.jobs.purge):
             with pytest.raises(LookupError):
-                self.jobs.purge(job_id)
-        else:
-            self.jobs.purge(job_id)
-            assert (self.jobs.incumbents(job_id), self.jobs.bounds(job_id), self.jobs.log(job_id, 0, 9)) == ([], [], [])
+                call(job_id)
 
     @invariant()
     def the_database_says_the_same(self) -> None:
         there = {job.id: job for job in self.jobs.page(None, None, 200)}
-        assert {*there} == {*self.known}
-        assert [*there] == sorted(there, key=lambda job_id: -self.known[job_id].number)
+        assert [*there] == [*self.known][::-1]
         for job_id, job in there.items():
             self.known[job_id].is_as(job, self.jobs.incumbents(job_id), self.jobs.bounds(job_id))
 

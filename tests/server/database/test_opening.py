@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from support.service.postgres import Postgres
 from support.service.work import row, submit
 
-from optpipe.errors import InputError
+from optpipe import InputError
 from optpipe_server.database import AwayError, Database, Searches
 from optpipe_server.database import postgres as of_postgres
 from optpipe_server.database.tables import jobs

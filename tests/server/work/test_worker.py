@@ -24,9 +24,9 @@ from support.until import until
 
 from optpipe import InputError
 from optpipe.process import process_tree
+from optpipe_server import Settings
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.tables import jobs
-from optpipe_server.settings import Settings
 from optpipe_server.work import worker
 
 pytestmark = pytest.mark.usefixtures("fake_solver")

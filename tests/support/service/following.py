@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
+from optpipe_runtime import ScheduleClient
 from optpipe_runtime.service import client, requests
-from optpipe_runtime.service.client import ScheduleClient
 
 
 def set_waits(

@@ -10,8 +10,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Mount
 
-from optpipe.model.problem import Problem
-from optpipe.schedule import ScheduleFile
+from optpipe import Problem, ScheduleFile
 from optpipe_server.database.tables import OPEN
 from optpipe_server.http.tools import UPLOADED
 from support.problems.chain import chain, gpipe

@@ -10,16 +10,14 @@ from typing import Any
 
 from sqlalchemy import select
 
-from optpipe import Problem, check
+from optpipe import Problem, Result, Schedule, check
 from optpipe.options import SolveOptions
 from optpipe.process import process_tree
 from optpipe.process.protocol import Programs
-from optpipe.results import Result
-from optpipe.schedule import Schedule
+from optpipe_server import Settings
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.tables import incumbents, jobs, problems
 from optpipe_server.service_cache import ServiceCache
-from optpipe_server.settings import Settings
 from optpipe_server.work import make_worker
 from support.problems.chain import chain, gpipe, one_by_one
 from support.until import until

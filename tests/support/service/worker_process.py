@@ -15,9 +15,9 @@ from pathlib import Path
 
 from optpipe import solvers
 from optpipe.process import process_tree
+from optpipe_server import Settings
 from optpipe_server.database import Database
 from optpipe_server.service_cache import ServiceCache
-from optpipe_server.settings import Settings
 from optpipe_server.work import make_worker, solve
 from optpipe_server.work.worker import work
 
