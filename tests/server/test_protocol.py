@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 from support.problems.chain import chain, gpipe, one_by_one
-from support.service import client_of, events
+from support.service import client_of
 from support.service.postgres import on_sqlite
 from support.service.rest import submit, until_cached, until_over, until_running
 
@@ -258,21 +258,3 @@ def test_solved_schedules_are_found_again(client: httpx.Client) -> None:
     near = submit(client, chain(scale=3.0), method="auto")
     assert near["best"]["source"] == "cache"
     assert near["best"]["makespan_ms"] <= 3 * solved["best"]["makespan_ms"] * (1 + TOLERANCE)
-
-
-@on_sqlite
-def test_a_proven_first_schedule_is_cached_and_the_milp_runs_all_the_same(settings: Settings) -> None:
-    """With the real solver."""
-    problem = chain(memory=4, m=2).to_dict()
-    with client_of(settings) as (client, _):
-        job = client.post("/v1/jobs", json={"problem": problem}).json()
-        assert (job["state"], job["best"]["source"]) == ("done", "heuristic")
-        hit = client.post("/v1/cache/lookup", json={"problem": problem}).json()["hit"]
-        assert (hit["exact"], hit["status"]) == (True, "optimal")
-        job = client.post("/v1/jobs", json={"problem": problem, "method": "milp", "time_limit_s": 60.0}).json()
-        assert (job["state"] in ("queued", "running"), job["gap"]) == (True, 0.0)
-        with client.stream("GET", f"{job['url']}/events") as response:
-            *_, end = [json.loads(event["data"]) for event in events(response)]
-        assert (end["state"], end["gap"]) == ("done", 0.0)
-        lines = client.get(f"{job['url']}/log").json()["lines"]
-    assert {line["level"] for line in lines if line["text"].startswith("milp: HiGHS: optimal after ")} == {"info"}

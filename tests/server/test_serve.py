@@ -1,5 +1,6 @@
-"""The process of `optpipe serve`: where it listens, how it ends, what kill -9 leaves, and how much memory it takes."""
+"""The process of `optpipe serve`: where it listens, how it ends, what kill -9 leaves, its memory; the real solver in it."""
 
+import json
 import random
 import re
 import signal
@@ -16,7 +17,8 @@ import pytest
 from support.ports import free_port
 from support.problems.chain import chain
 from support.processes import over
-from support.service import client_at, events
+from support.service import client_at, client_of, events
+from support.service.postgres import on_sqlite
 from support.service.serve_process import serve_process
 from support.until import until
 
@@ -146,6 +148,24 @@ def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Pa
             assert now["state"] in ("queued", "running", "done")
             schedule = ScheduleFile.model_validate(now["best"]["schedule"]).schedule()
             assert check(schedule.problem, schedule) == []
+
+
+@on_sqlite
+def test_a_proven_first_schedule_is_cached_and_the_milp_runs_all_the_same(settings: Settings) -> None:
+    """By the real solver."""
+    problem = chain(memory=4, m=2).to_dict()
+    with client_of(settings) as (client, _):
+        job = client.post("/v1/jobs", json={"problem": problem}).json()
+        assert (job["state"], job["best"]["source"]) == ("done", "heuristic")
+        hit = client.post("/v1/cache/lookup", json={"problem": problem}).json()["hit"]
+        assert (hit["exact"], hit["status"]) == (True, "optimal")
+        job = client.post("/v1/jobs", json={"problem": problem, "method": "milp", "time_limit_s": 60.0}).json()
+        assert (job["state"] in ("queued", "running"), job["gap"]) == (True, 0.0)
+        with client.stream("GET", f"{job['url']}/events") as response:
+            *_, end = [json.loads(event["data"]) for event in events(response)]
+        assert (end["state"], end["gap"]) == ("done", 0.0)
+        lines = client.get(f"{job['url']}/log").json()["lines"]
+    assert {line["level"] for line in lines if line["text"].startswith("milp: HiGHS: optimal after ")} == {"info"}
 
 
 MOST_MIB = 1536  # `docker-compose.yml` gives the process 2 GB

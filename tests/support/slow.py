@@ -22,7 +22,6 @@ PATTERNS = (
     # The whole at once: services, solvers and trainings as a user starts them
     "deploy/*",
     "e2e/*",
-    "server/test_protocol.py::test_a_proven_first_schedule_is_cached*",
     "benchmarks/*",
     "runtime/test_gpu_commands.py*",
     "runtime/test_local_search.py*",
