@@ -1,5 +1,6 @@
 """Pages name what is there, and what stands in several files agrees: versions, Pythons, the workflows' commands."""
 
+import fnmatch
 import importlib.util
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.slow import KEPT, PATTERNS
 
 import optpipe
 import optpipe_runtime
@@ -191,3 +193,11 @@ def test_every_python_that_is_named_is_tested() -> None:
     jobs = read_yaml(ROOT / ".github" / "workflows" / "test.yml")["jobs"]
     assert jobs["pinned"]["strategy"]["matrix"]["python"] == named
     assert PROJECT["requires-python"] == f">={named[0]}"
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, *KEPT])
+def test_a_pattern_of_slow_tests_names_some(pattern: str) -> None:
+    path, _, name = pattern.partition("::")
+    place = ROOT / "tests" / path.rstrip("*")
+    assert place.exists()
+    assert not name or fnmatch.filter(re.findall(r"def (test_\w+)", place.read_text(encoding="utf-8")), name)

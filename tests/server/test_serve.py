@@ -1,4 +1,4 @@
-"""The process of `optpipe serve`: where it listens, how it ends, what kill -9 leaves, its memory; the real solver in it."""
+"""The process of `optpipe serve`: where it listens, how it ends, what kill -9 leaves, its memory, its solver."""
 
 import json
 import random
