@@ -11,7 +11,7 @@ import torch
 from support.ranks import inner
 from support.ranks.cases import batch, loss_fn
 from support.ranks.programs import ONE_F_ONE_B
-from support.ranks.reductions import policy
+from support.ranks.reductions import MIXED
 from support.ranks.replicas import wrapped
 from support.ranks.worker import Ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,7 +48,7 @@ def profiled(program: Sequence[Sequence[str]], sharded: bool) -> Budgeted:
         if placement[s] == number
     }
     if sharded:
-        modules = {s: wrapped(module, "fsdp", ranks["replica"], **policy(True)) for s, module in modules.items()}
+        modules = {s: wrapped(module, "fsdp", ranks["replica"], **MIXED) for s, module in modules.items()}
     m = 4
     data = [part.chunk(2)[replica] for part in batch(0, 2 * m)]
     groups = {"group": ranks["pipe"].get_group(), "inner": ranks["tensor"]}

@@ -15,8 +15,8 @@ from support.close import joined, require_close
 from support.examples import examples
 from support.problems.strategies import schedules
 from support.ranks import cases
-from support.ranks.calls import measured, same, train_as_plain
-from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
+from support.ranks.cases import measured, same, train_as_plain
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B
 from support.ranks.worker import Ranks
 
 from optpipe.errors import ScheduleError
@@ -25,16 +25,6 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
 from optpipe_runtime import Layout
 from optpipe_runtime.features.evictions import require_peers
-
-
-def test_same_bits_with_two_chunks_on_a_rank(ranks: Ranks) -> None:
-    same(ranks, [0, 1, 1, 0], [V_SHAPED])
-
-
-def test_same_bits_as_plain_autograd_from_swap_to_swap(ranks: Ranks) -> None:
-    reports = same(ranks, [0, 1], [ONE_F_ONE_B, OFFLOADED, SPLIT, RECOMPUTED])
-    assert [report.version for report in reports[0]] == [1, 2, 3, 4]
-
 
 PEERS = [(None, None), (1, None), (1, 0)]
 WHERE = [((0, 0), (None, None)), *product([(0, 1), (0, 1, 1, 0), (1, 0, 1)], PEERS)]

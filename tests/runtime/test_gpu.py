@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from support.close import require_close
 from support.ranks import cases, failures, microbatches, record, replicas, worker
-from support.ranks.calls import same
+from support.ranks.cases import same
 from support.ranks.device import KIND, ON_CUDA, device
 from support.ranks.optimizer import momentum
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED

@@ -129,12 +129,6 @@ def test_a_stage_that_communicates_with_ranks_not_named_is_refused(four_ranks: R
         assert told[6].startswith("rank 1 (inner peer 1): host_memory_bytes = 1 kB: 0 B are allocated and ")
 
 
-def test_a_killed_peer_ends_the_pipeline_on_all_ranks(four_ranks: Ranks) -> None:
-    """Also where its peer waits for it in a collective of the stage's own."""
-    told = four_ranks.survivors(inner.killed, dying=1)
-    assert all("lost its connection to " in why or "gloo/" in why for why in told), told
-
-
 def test_copies_are_tied_part_by_part(four_ranks: Ranks) -> None:
     for found, norm, in_one_process, expected in four_ranks(inner.tied, programs=SPLIT):
         close(found, in_one_process)

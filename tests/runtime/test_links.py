@@ -23,7 +23,6 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
-from optpipe_runtime.lowering.plan import LinkOrder
 from optpipe_runtime.memory.link import require_queues, streams_used
 
 OFFLOADED = [
@@ -97,22 +96,6 @@ def test_without_tokens_transfers_overlap(ranks: Ranks, mode: str) -> None:
 
     assert met(alone=False) == 0
     assert any(met(alone=True) for _ in range(10))
-
-
-def test_tokens_of_a_channel_have_one_order() -> None:
-    """Whom a rank waits for, in the order of its program, is who gives it the token, in the order of theirs. In full
-    duplex one direction does not wait for the other."""
-
-    def orders(mode: str) -> list[list[tuple[str, str, int, int]]]:
-        schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"], mode), OFFLOADED, {"pcie0": ORDER})
-        plans = [prepare(schedule, rank, Layout.from_problem(schedule.problem)) for rank in range(2)]
-        return [[told(order) for order in plan.link_orders if order] for plan in plans]
-
-    def told(order: LinkOrder) -> tuple[str, str, int, int]:
-        return " ".join(map(str, order.after)), " ".join(map(str, order.before)), order.first, order.last
-
-    assert orders("half_duplex") == [[("0O1 0R1", "0O0 0R0", 0, 0)], [("1O0 1O1", "1R0 1R1", 0, 0)]]
-    assert orders("full_duplex")[1] == [("1O0 1O1", "1O0", 0, 1), ("1R1", "1R0 1R1", 1, 0)]
 
 
 def test_a_schedule_for_other_links_is_refused() -> None:

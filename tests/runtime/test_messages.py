@@ -17,7 +17,7 @@ from support.examples import examples
 from support.fakes.cuda import CPU, Event, Races, Stream
 from support.problems.strategies import schedules
 from support.ranks import cases
-from support.ranks.calls import train_as_plain
+from support.ranks.cases import train_as_plain
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef

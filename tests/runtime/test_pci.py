@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.ranks import links as rank_links
 from support.ranks.worker import Ranks
-from torch.nn.functional import mse_loss
 
-from optpipe.errors import InputError
 from optpipe_runtime.memory import pci
 from optpipe_runtime.memory.pci import Place, shared_links
-from optpipe_runtime.pipeline.build import Options, require_valid_arguments
 
 # NUMA node, bridges from the host on, and GPU; domain 0000, function 0. Dumps of NCCL leave out root ports.
 DGX_A100 = """
@@ -29,14 +26,6 @@ DGX_A100 = """
 5 b1:00 b7:00
 5 b1:00 bd:00
 """  # github.com/NVIDIA/nccl/issues/1505: NCCL's dump and `nvidia-smi topo -m`; what its excerpts hide is named by us
-HGX_H100 = """
-1 b6:00 b8:00
-1 d7:00 d9:00
-"""  # github.com/aliyun/SimAI/issues/128: GPUs 5 and 7, each with a NIC below a bridge of its own; b6 is named by us
-DGX_1 = """
-0 03:00 06:00
-0 03:00 07:00
-"""  # github.com/NVIDIA/nccl/issues/671: the first two of eight V100
 WORKSTATION = """
 0 00:03.1 0a:00
 0 00:03.2 0b:00
@@ -69,8 +58,6 @@ def write_tree(root: Path, tree: str) -> list[str]:
     ("tree", "links"),
     [
         (DGX_A100, ("pcie0", "pcie0", "pcie1", "pcie1", "pcie2", "pcie2", "pcie3", "pcie3")),
-        (HGX_H100, ()),
-        (DGX_1, ("pcie0", "pcie0")),
         (WORKSTATION, ()),
         (VIRTUAL, ()),
     ],
@@ -119,9 +106,3 @@ def test_a_profile_tells_which_ranks_share_a_link_and_auto_schedules_it(ranks: R
     ((alone, (told,)), _) = ranks(rank_links.profile_on_one_port, links=None)
     assert alone == [None, None]
     assert told.startswith("ranks 0, 1 share a host link, but not in the problem")
-
-
-def test_links_are_found_or_one_for_each_rank() -> None:
-    options = Options(stages={}, placement=[0], loss_fn=mse_loss, microbatches=1, links="pcie0")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"^links = 'pcie0': must be \"auto\", or the link of each of 2 ranks$"):
-        require_valid_arguments(options, 0, 2)

@@ -4,7 +4,7 @@ bytes are the same. They leave the process, too: its own memory, as the kernel c
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from support.ranks import cases
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from examples import gpt
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.ops import Kind
 from optpipe_runtime.memory.activation import OffloadedError, balance
@@ -164,23 +163,6 @@ def test_parts_differ_by_one_block_at_most(sizes: tuple[int, ...], n: int) -> No
     filled = [sum(sizes[i] for i in group) for group in groups]
     assert sorted(i for group in groups for i in group) == [i for i, size in enumerate(sizes) if size]
     assert max(filled) - min(filled) <= max(sizes, default=0)
-
-
-@pytest.mark.parametrize("module", [cases.Block, lambda: gpt.Block(gpt.Size(cases.WIDTH))])
-def test_the_same_blocks_are_saved_whichever_backward_is_known_to_come(
-    link: Link, module: Callable[[], nn.Module]
-) -> None:
-    stage, _ = make(module(), link)
-    x, saved, kept = torch.randn(SHAPE), [], []
-    for backward in (None, Kind.B, Kind.BW):
-        stage.forward(0, (x.clone(),), backward=backward)
-        saved.append(stage.activation(0).sizes())
-        stage.backward(0, (torch.randn(SHAPE),), split=backward != Kind.BW)
-        if backward != Kind.BW:
-            kept.append(stage.held_bytes(0))
-            stage.weight(0)
-    assert saved[0] == saved[1] == saved[2] != ()
-    assert kept[0] == kept[1] > 0
 
 
 @pytest.mark.parametrize("backward", [None, Kind.B])

@@ -100,16 +100,6 @@ def in_trouble(placement: Sequence[int], schedule: Schedule, trouble: Trouble) -
     return Told(error, later)
 
 
-def leaving(placement: Sequence[int], schedule: Schedule) -> list[str]:
-    """Rank 1 leaves its `with` by an error of its own, between two steps."""
-    m = schedule.problem.microbatches
-    with pipeline(own_stages(placement), schedule) as pipe:
-        pipe.step(*batch(0, m))
-        if dist.get_rank() == 1:
-            raise KeyError("data")
-        return refusals(lambda: [pipe.step(*batch(0, m)) for _ in range(2)])
-
-
 def going_on(placement: Sequence[int], schedule: Schedule) -> list[str]:
     """A step of rank 1 raises, and its process goes on. What each rank is told."""
     m = schedule.problem.microbatches

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,13 +20,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from optpipe.errors import InputError, OptPipeError, ScheduleError
+from optpipe.errors import InputError, ScheduleError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.stage.io import LossFn
 from support.ranks import cases
 from support.ranks.cases import WIDTH, WORDS, Gradients, Plain, batch, loss_fn, plain_training, problem
-from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B
 from support.ranks.replicas import gradients
 
 HEADS = 4
@@ -214,29 +212,6 @@ def refused() -> list[str]:
     limit = 1000 if (stage, peer) == (1, 1) else None
     attempt(parallel(make_stages()[stage], tensor), pipe.get_group(), tensor, limit)
     return told
-
-
-def killed() -> str:
-    """The second peer of the first stage is killed within a forward, while the others wait for it: what they are
-    told."""
-    stage, peer = dist.get_rank() // 2, dist.get_rank() % 2
-    module = parallel(make_stages()[stage], mesh()["tensor"])
-    running = False
-
-    def dies(*_: Any) -> None:
-        if running and (stage, peer) == (0, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    module.register_forward_pre_hook(dies)
-    try:
-        with two_stages({stage: module}, 4) as pipe:
-            pipe.load(Schedule.parse(problem((0, 1), 4), SPLIT))
-            pipe.step(*batch(0, 4))
-            running = True
-            pipe.step(*batch(0, 4))
-    except (OptPipeError, RuntimeError) as error:
-        return str(error)
-    return "it ran"
 
 
 def tied(programs: Sequence[Sequence[str]]) -> tuple[Gradients, float, Gradients, float]:

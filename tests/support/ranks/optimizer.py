@@ -3,11 +3,9 @@ optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +15,8 @@ from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
-from optpipe_runtime.features.host_optimizer import HostOptimizer
-from optpipe_runtime.ranks.replicas import Replicas
 from support.ranks.cases import batch, batches, loss_fn, make_stages, numbers, own_stages, plain_training, refusals
-from support.ranks.replicas import parameters, place
+from support.ranks.replicas import parameters
 
 Values = dict[str, np.ndarray[Any, Any]]
 
@@ -76,77 +72,6 @@ def train(
         reports = [training.step(k, schedule) for k, schedule in enumerate(schedules)]
         pipe.synchronize()
         return reports, parameters(training.modules), set(numbers(training.modules))
-
-
-class Replicated(NamedTuple):
-    """On one rank. `events`: of each step, the stages whose reduction "ended", and whose gradients go "out" to the
-    host, in their order."""
-
-    losses: list[list[float] | None]
-    norms: list[float]
-    events: list[list[str]]
-    parameters: Values
-
-
-def replicated(
-    schedules: Sequence[Sequence[Schedule]],
-    hosted: Sequence[int],
-    how: str,
-    max_norm: float = 0.0,
-    profiles: bool = False,
-    factory: Any = adam,
-) -> Replicated:
-    """Two replicas of two ranks, each by its own schedules; or with `how` = "alone" one pipeline of two ranks. With a
-    `max_norm` gradients are clipped."""
-    here, m = place(alone=how == "alone"), schedules[0][0].problem.microbatches
-    placement = [stage.device for stage in schedules[0][0].problem.stages]
-    modules = here.stages(placement, how)
-    on_device = [p for s, module in modules.items() if s not in hosted for p in module.parameters()]
-    optimizer, ran = factory([torch.zeros(0), *on_device]), Replicated([], [], [], {})
-    hosts: dict[str, Any] = {"host_optimizers": dict.fromkeys(hosted, factory), "clip_host_updates": max_norm > 0}
-    with Pipeline(modules, placement, loss_fn, m, group=here.group, **hosts) as pipe:
-        if profiles:
-            pipe.profile(*here.batch(0, m), 10**9, repeats=1)
-            pipe.problem = None
-        for step, schedule in enumerate(schedules[here.replica]):
-            pipe.load(schedule)
-            optimizer.zero_grad()
-            events: list[str] = []
-            with followed(pipe, events):
-                ran.losses.append(pipe.step(*here.batch(step, m)).losses)
-            ran.events.append(events)
-            if max_norm:
-                ran.norms.append(pipe.clip_grad_norm_(max_norm))
-            optimizer.step()
-        pipe.synchronize()
-    return ran._replace(parameters=parameters(modules))
-
-
-@contextmanager
-def followed(pipe: Pipeline, events: list[str]) -> Iterator[None]:
-    """Tells the events of `Replicated`."""
-
-    def reduction(s: int) -> Any:
-        read, reduce = Replicas.reduction(pipe.runner.rank.replicas, s)
-
-        def told() -> None:
-            reduce()
-            events.append(f"ended {s}")
-
-        return read, told
-
-    def out(s: int) -> Any:
-        def told() -> Any:
-            events.append(f"out {s}")
-            return HostOptimizer.gradients_out(pipe.host_optimizers[s])
-
-        return told
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.multiple(pipe.runner.rank.replicas, reduction=reduction))
-        for s, host in pipe.host_optimizers.items():
-            stack.enter_context(patch.multiple(host, gradients_out=out(s)))
-        yield
 
 
 def resume(
@@ -233,7 +158,6 @@ def mistakes(schedule: Schedule) -> list[str]:
 
     shared = nn.Linear(2, 2)
     told = refusals(
-        lambda: Training(layout, [9]),
         lambda: Training(layout, [2, 3], lambda named: 1),
         lambda: pipeline({rank: nn.Identity(), 2 + rank: nn.Identity()}, host_optimizers={2: adam, 3: adam}),
         lambda: pipeline({rank: shared, 2 + rank: shared}, host_optimizers={2: adam, 3: adam}),

@@ -1,5 +1,4 @@
-"""What the ranks run in `test_reductions` and `test_windows`: trainings of two replicas of two ranks with several
-stages each."""
+"""Trainings of two replicas of two ranks with several stages each, or of one pipeline, and their events."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.execute.gradients import Reductions
+from optpipe_runtime.features.host_optimizer import HostOptimizer
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.ranks.sharded import Sharded
 from optpipe_runtime.stage.runner import StageRunner
@@ -26,6 +26,7 @@ from support.ranks.replicas import gradients, parameters, place, wrapped
 from support.ranks.swaps import failing
 
 PATIENCE_S = 120.0
+MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}  # parameters are gathered in bfloat16
 
 
 class Turn(NamedTuple):
@@ -40,8 +41,9 @@ class Turn(NamedTuple):
 
 class Ran(NamedTuple):
     """On one rank. `events`: of each step, in their order: ops as they begin, "gathers" as a stage begins to be
-    gathered, "starts" and "ended" of its reduction or of a window. `held`: of each step, the bytes of gathered
-    parameters and their gradients as ops begin. `gathered`: their peak and what is certified."""
+    gathered, "starts" and "ended" of its reduction or of a window, "out" as its gradients go to the host. `held`: of
+    each step, the bytes of gathered parameters and their gradients as ops begin. `gathered`: their peak and what is
+    certified."""
 
     events: list[list[str]]
     losses: list[list[float] | None]
@@ -84,21 +86,30 @@ def trained(
     trace: bool = False,
     profiles: bool = False,
     whole_gradients: int | None = None,
-    mixed: bool = False,
+    hosted: Sequence[int] = (),
+    factory: Any = None,
+    **wrapping: Any,
 ) -> Ran:
     """Each replica trains by its own schedules. `late`: gradients are reduced when the step has ended. `tied`: a layer
-    of the first stage is tied to that of the second. `shared`: the head's weight is the embedding's. `mixed`:
-    parameters are gathered in bfloat16."""
-    here, problem = place(), schedules[0][0].problem
+    of the first stage is tied to that of the second. `shared`: the head's weight is the embedding's. `hosted`: stages
+    whose optimizer, by the factory, is on the host."""
+    here, problem = place(alone=how == "alone"), schedules[0][0].problem
     number, replica, m = here.number, here.replica, problem.microbatches
     placement = [stage.device for stage in problem.stages]
     bare = own(make_stages(len(placement)), placement, here.group)
     if shared and number == 0:
         bare[3].get_submodule("2").weight = bare[0].get_submodule("0").weight
-    modules = {s: wrapped(module, how, **policy(mixed)) for s, module in bare.items()}
-    optimizer = sgd(*modules.values())
+    modules = {s: wrapped(module, how, **wrapping) for s, module in bare.items()}
+    on_device = [module for s, module in modules.items() if s not in hosted]
+    optimizer = (
+        factory([torch.zeros(0), *(p for module in on_device for p in module.parameters())])
+        if factory
+        else sgd(*on_device)
+    )
+    options = {"whole_gradients": whole_gradients, "host_optimizers": dict.fromkeys(hosted, factory)}
+    options |= {"clip_host_updates": max_norm > 0, "group": here.group}
     ran = Ran([], [], [], [], {}, [], [], [])
-    with Pipeline(modules, placement, loss_fn, m, group=here.group, whole_gradients=whole_gradients) as pipe:
+    with Pipeline(modules, placement, loss_fn, m, **options) as pipe:
         if profiles:
             pipe.profile(*here.batch(0, m), activation_budget_bytes=10**9, repeats=1)
             pipe.problem = problem
@@ -128,11 +139,8 @@ def trained(
                 ran.norms.append(pipe.clip_grad_norm_(max_norm))
             ran.gradients.append(gradients(modules))
             optimizer.step()
+        pipe.synchronize()
     return ran._replace(parameters=parameters(modules))
-
-
-def policy(mixed: bool) -> dict[str, Any]:
-    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
 
 
 def _norm(stage: nn.Module) -> nn.Module:
@@ -168,15 +176,25 @@ def recorded(pipe: Pipeline, events: Events, awaits: Sequence[tuple[str, str]]) 
             events.tell(f"gathers {s}")
         Replicas.gather(replicas, s)
 
+    def out(s: int) -> Callable[[], Any]:
+        def run() -> Any:
+            events.tell(f"out {s}")
+            return HostOptimizer.gradients_out(pipe.host_optimizers[s])
+
+        return run
+
     ops = {"F": "forward", "B": "backward", "W": "weight"}
     take_window = Sharded.take_window
     with (
+        ExitStack() as hosts,
         mock.patch.multiple(
             replicas, gather=gather, reduction=lambda s: recording(s, *Replicas.reduction(replicas, s))
         ),
         mock.patch.object(Sharded, "take_window", lambda own: recording(own._stage, *take_window(own))),
         mock.patch.multiple(StageRunner, **{name: op(kind, getattr(StageRunner, name)) for kind, name in ops.items()}),
     ):
+        for s, host in pipe.host_optimizers.items():
+            hosts.enter_context(mock.patch.object(host, "gradients_out", out(s)))
         yield
 
 

@@ -31,14 +31,6 @@ class Odd(nn.Module):
         return self.layers(x)
 
 
-class Seen(NamedTuple):
-    """Of one step on one rank: losses where there are some, gradients, and the norm that clipping saw."""
-
-    losses: list[float] | None
-    gradients: Gradients
-    norm: float = 0.0
-
-
 @cache
 def mesh() -> DeviceMesh:
     """Two replicas of two ranks each: ranks 0 and 1, ranks 2 and 3."""
