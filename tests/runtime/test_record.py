@@ -139,15 +139,3 @@ def test_what_cannot_be_recorded_is_refused(ranks: Ranks, tmp_path: Path) -> Non
             f"folder = {tmp_path / 'file'}: cannot be made: Not a directory",
             "schedule: its step is replaced already, as by another record_trace: one at a time",
         ]
-
-
-def test_recording_costs_little_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
-    """Less than 2 % of a step with ops of 2 and 4 ms: what recording adds to a rank's ops, in most steps. It is
-    measured by itself: two whole steps differ by more, as soon as other processes run."""
-    times, microbatches = Times(2.0, 2.0, 2.0, loss=0.0), 8
-    case = Case("1F1B", times, ONE, microbatches)
-    by_rank = np.array(ranks(record.recording_ms, case=case, folder=tmp_path, steps=20))  # (rank, step)
-    step_ms = (microbatches + len(ONE) - 1) * sum(times)
-    cost = float(np.median(by_rank, axis=1).max()) / step_ms
-    print(f"recording takes {cost:.3%} of a step")
-    assert cost < 0.02

@@ -19,7 +19,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from optpipe.errors import InputError
 from optpipe_runtime import record_trace
 from optpipe_runtime.in_torch import traces
-from optpipe_runtime.in_torch.traces import Recorder
 from support.ranks.device import device
 
 SHAPE = (8, 16)  # of a micro-batch
@@ -123,40 +122,6 @@ def refusals(case: Case, folder: Path, a_file: Path) -> list[str]:
 def compare_clocks(ahead_ms: float) -> traces.Ahead:
     with mock.patch.object(traces, "now_ms", now_ms(ahead_ms)):
         return traces.compare_clocks(None, device())
-
-
-class MeasuredRecorder(Recorder):
-    """Counts how long recording takes in each step: how much longer what torch calls takes with it."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.ms = [0.0] * self._recorded.stop
-
-    def _timed(self, run: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        return self._adding(super()._timed(self._adding(run, -1), *args), +1)
-
-    def _with_loss(self, compute_loss: Callable[..., None], *args: Any) -> Callable[..., None]:
-        return self._adding(super()._with_loss(self._adding(compute_loss, -1), *args), +1)
-
-    def _adding(self, run: Callable[..., Any], sign: int) -> Callable[..., Any]:
-        def adding(*args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            result = run(*args, **options)
-            self.ms[self._step] += sign * (time.perf_counter() - began) * 1e3
-            return result
-
-        return adding
-
-
-def recording_ms(case: Case, folder: Path, steps: int) -> list[float]:
-    """How long recording takes in each step."""
-    schedule, step = prepared(case)
-    with mock.patch.object(traces, "Recorder", MeasuredRecorder):
-        record_trace(schedule, folder, after=0, steps=steps)
-    recorder = schedule.step
-    for _ in range(steps):
-        step()
-    return recorder.ms
 
 
 def now_ms(ahead_ms: float) -> Callable[[], float]:
