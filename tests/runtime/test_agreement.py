@@ -182,7 +182,6 @@ class Takes(nn.Module):
 
 
 def views(schedule: Schedule) -> list[float] | None:
-    """Losses by what the second rank receives."""
     rank, x = torch.distributed.get_rank(), torch.ones(2, WIDTH)
     with cases.pipeline({rank: [Views, Takes][rank]()}, schedule, mse_loss) as pipe:
         return pipe.step(x, torch.cat([x, -2 * x, -3 * x], -1)).losses

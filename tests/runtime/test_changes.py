@@ -30,8 +30,6 @@ class Turn(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """After a turn: losses where there are some, gradients, and the running means of the norms, by stage."""
-
     losses: list[float]
     gradients: Gradients
     means: dict[int, list[float]]

@@ -61,7 +61,6 @@ def test_random_schedules_swapped_step_by_step(request: pytest.FixtureRequest, c
 
 
 def _require_everything(schedules: list[Schedule], evicting: bool) -> None:
-    """The draw has every sort of op, many times."""
     kinds = Counter(op.kind.name for schedule in schedules for program in schedule.programs for op in program.ops())
     assert all(kinds[kind] >= EACH for kind in ("F", "B", "W", "BW", "O", "D", "R", "C", *("AELV" if evicting else "")))
 

@@ -37,7 +37,6 @@ def seen(url: str, key: str | None = None) -> Any:
 
 
 def jobs_at(url: str) -> list[dict[str, Any]]:
-    """The newest first."""
     found: list[dict[str, Any]] = seen(f"{url}/v1/jobs")["jobs"]
     return found
 

@@ -21,8 +21,6 @@ MICROBATCHES, STEPS = 8, 2
 
 
 class Traced(NamedTuple):
-    """A step on a rank."""
-
     step_ms: float
     ops: list[tuple[Op, float, float]]
 

@@ -18,8 +18,6 @@ WIDTH, ROWS = 256, 8
 
 
 class Sometimes(nn.Module):
-    """Two more activations where the first number is large."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)

@@ -92,8 +92,6 @@ def trained(way: str, schedules: Sequence[Schedule]) -> tuple[float, float]:
 
 
 class Measured(NamedTuple):
-    """Of a profile by default arguments, on CUDA without a budget."""
-
     transfer_mode: str
     budget: int
     times_ms: list[float]
@@ -151,7 +149,6 @@ def freed(schedule: Schedule) -> tuple[int, int, list[bool]]:
 
 @contextmanager
 def _little_memory(more: int) -> Iterator[None]:
-    """In this context the allocator gets no more than it has, and `more` bytes."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device()).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + more) / total)
@@ -214,7 +211,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def on_one_rank(stages: int, microbatches: int, way: str, split: bool) -> list[list[str]]:
-    """All forwards, then all backwards."""
     after, before = AROUND[way]
     program = [f"{s}{op}{j}" for j in range(microbatches) for s in range(stages) for op in ("F", *after)]
     backward = ("B", "W") if split else ("BW",)
@@ -266,7 +262,6 @@ def test_a_profile_by_default(rank: Ranks) -> None:
 
 
 def little_and_much(ranks: int, microbatches: int = 8) -> list[Schedule]:
-    """One micro-batch at a time; and all forwards before the first backward."""
     problem = cases.problem(range(ranks), microbatches)
     each = [[f"{s}{op}{j}" for j in range(microbatches) for op in ("F", "BW")] for s in range(ranks)]
     whole = [[f"{s}{op}{j}" for op in ("F", "BW") for j in range(microbatches)] for s in range(ranks)]

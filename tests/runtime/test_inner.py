@@ -32,7 +32,6 @@ Steps = list[tuple[list[float], Gradients]]  # losses and gradients
 
 
 def train_packed(taken: Sequence[Turn], planned: bool) -> Steps:
-    """With a schedule for every step, or one that is loaded."""
     stage = dist.get_rank() // 2
     modules = {stage: parallel(make_stages()[stage], mesh()["tensor"])}
     optimizer, seen = cases.sgd(*modules.values()), []
@@ -53,7 +52,6 @@ def train_packed(taken: Sequence[Turn], planned: bool) -> Steps:
 
 
 def plain_packed(taken: Sequence[Turn]) -> Steps:
-    """The whole model in one process."""
     torch.set_num_threads(1)
     modules = make_stages()
     optimizer, seen = cases.sgd(*modules), []

@@ -95,7 +95,6 @@ def plain(kind: str, microbatches: int) -> Plain:
 
 
 def trained(kind: str, microbatches: int, programs: Sequence[Sequence[Sequence[str]]]) -> list[Seen]:
-    """The same step with each of the programs, after a profile."""
     stage, peer, ranks = dist.get_rank() // 2, dist.get_rank() % 2, mesh()["tensor"]
     module: nn.Module = make_stages(kind, ranks)[stage]
     apart = {p for p in module.parameters() if isinstance(p, DTensor)}
@@ -223,7 +222,6 @@ class Ran(NamedTuple):
 
 
 def updated(programs: Sequence[Sequence[str]], hosted: bool, max_norm: float, steps: int) -> Ran:
-    """Both stages by tensor parallelism, updated on the host or on the device."""
     stage, m = dist.get_rank() // 2, 4
     module = parallel(inner.make_stages()[stage], mesh()["tensor"])
     here = momentum([torch.zeros(0)] if hosted else list(module.named_parameters()))

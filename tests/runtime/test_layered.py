@@ -84,7 +84,6 @@ def moved(folder: str) -> tuple[Problem, Schedule, list[list[float]], list[tuple
 
 
 def made(schedule: Schedule) -> tuple[dict[int, nn.Module], nn.Module, torch.optim.Optimizer]:
-    """The stages of a schedule, together, and their optimizer."""
     stages: Any = stages_of(models.model("layers"), schedule)
     module = as_whole(stages)
     return stages, module, torch.optim.AdamW(module.parameters(), lr=0.01)

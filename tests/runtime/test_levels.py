@@ -42,8 +42,6 @@ class Way(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """One step, on one rank."""
-
     report: StepReport
     gradients: Gradients
     certified_bytes: int
@@ -51,7 +49,6 @@ class Trained(NamedTuple):
 
 
 def program(problem: Problem, stage: int, ways: Sequence[Way]) -> list[str]:
-    """All forwards, then all backwards."""
     first, then = [], []
     for j, way in enumerate(ways):
         level = None if way.level is None else problem.stages[stage].all_levels[way.level]
@@ -63,7 +60,6 @@ def program(problem: Problem, stage: int, ways: Sequence[Way]) -> list[str]:
 
 
 def trained(turn: Turn, all_ways: Sequence[Sequence[Way]]) -> tuple[Problem, list[Trained]]:
-    """Profiles micro-batches of these sizes, then runs the same step in each of the ways; the stages have dropout."""
     rank, modules = dist.get_rank(), own_stages(PLACEMENT, dropout=0.1)
     inputs, targets = map(Microbatches, batch(turn, 1))
     steps = []
@@ -84,8 +80,6 @@ def trained(turn: Turn, all_ways: Sequence[Sequence[Way]]) -> tuple[Problem, lis
 
 
 def refused(schedule: Schedule) -> list[str]:
-    """What is told of a schedule with a level that a pipeline does not offer, and of planned steps by another level."""
-
     def make(level: str) -> Pipeline:
         return Pipeline(own_stages(PLACEMENT), PLACEMENT, loss_fn, schedule.problem.microbatches, recompute=[level])
 

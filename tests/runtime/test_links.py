@@ -45,7 +45,6 @@ def shared(
 
 
 def require_same(schedule: Schedule, results: list[Any], steps: int = 1) -> list[Transfer]:
-    """Losses and gradients of every step are a plain run's; returns what was transferred."""
     layout = Layout.from_problem(schedule.problem)
     (losses,), (gradients,) = cases.plain(len(layout.placement), layout.microbatches)
     for step in range(steps):
@@ -214,7 +213,6 @@ VIRTUAL = """
 
 
 def write_tree(root: Path, tree: str) -> list[str]:
-    """Writes what sysfs has of these GPUs below `root`; returns their addresses."""
     addresses = []
     (root / "proc/sys/kernel/random").mkdir(parents=True, exist_ok=True)
     (root / "proc/sys/kernel/random/boot_id").write_text("0b5c\n")

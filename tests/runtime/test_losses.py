@@ -41,8 +41,6 @@ class Added(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """A layer with a router, whose balance and size are losses of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.expert, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4, bias=False)
@@ -60,14 +58,12 @@ def experts() -> list[nn.Module]:
 
 
 def data(step: int, microbatches: int, parts: int = 1, part: int = 0) -> list[Tensor]:
-    """Inputs and targets of a step, or one of their parts."""
     generator = torch.Generator().manual_seed(step)
     whole = torch.randn(2, 2 * parts * microbatches, 4, WIDTH, generator=generator)
     return [tensor.chunk(parts)[part] for tensor in whole]
 
 
 def by_torch(module: nn.Module, microbatches: int, loss: Callable[..., Tensor], scale: bool, group: Any = None) -> Any:
-    """torch's own 1F1B of a stage a rank: a function that runs one step."""
     rank = dist.get_rank(group)
     stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, microbatches, loss, scale_grads=scale)

@@ -34,8 +34,6 @@ from optpipe_runtime.stage.trial import OpTimer, Spread
 
 
 class Ticking:
-    """A clock that tells the given times, in ms."""
-
     def __init__(self, *times: float) -> None:
         self._times = iter(times)
 
@@ -120,8 +118,6 @@ PROBLEM = chain(m=M, memory=M, scale=10.0, offload=2.0)  # F, B, W 10 ms, offloa
 
 
 class Pipe:
-    """One rank that has all stages."""
-
     problem: Problem | None = PROBLEM
 
     def gather(self, value: Any) -> list[Any]:
@@ -133,7 +129,6 @@ def ran(op: Op, ms: float) -> OpTime:
 
 
 def report(times: dict[Kind, float], stretch: Any = lambda s, kind: 1.0) -> StepReport:
-    """A step in which each micro-batch has these ops on both stages, lasting so long."""
     trace = [
         ran(Op(kind, s, j), ms * stretch(s, kind)) for j in range(M) for s in range(2) for kind, ms in times.items()
     ]

@@ -151,8 +151,6 @@ class Pair:
 
 
 class Alone:
-    """A team of which only one rank runs."""
-
     def __init__(self, number: int, move: Callable[[Stream], Any]) -> None:
         self.number, self._move = number, move
 
@@ -161,7 +159,6 @@ class Alone:
 
 
 def races(schedule: Schedule, rank: int, move: Callable[[Stream], Any] = Move) -> list[str]:
-    """What raced while a rank computed and exchanged messages."""
     layout = Layout.from_problem(schedule.problem)
     plan = prepare(schedule, rank, layout)
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -67,7 +67,6 @@ def test_every_step_equals_a_plain_run(ranks: Ranks, programs: list[list[str]]) 
 
 
 def require_equal(seen: Sequence[Sequence[Planned]], expected: Sequence[Expected], budget: int) -> None:
-    """Of the ranks of one pipeline."""
     for ranks, (losses, gradients, evaluated) in zip(zip(*seen, strict=True), expected, strict=True):
         assert [loss for rank in ranks for loss in rank.losses] == pytest.approx(losses, rel=1e-5)
         require_close(joined(rank.gradients for rank in ranks), gradients, rtol=1e-7, atol=1e-6)
@@ -139,7 +138,6 @@ class Spread(NamedTuple):
 
 
 def spread(turn: Turn, budget: int) -> Spread:
-    """A planned step; then its micro-batches, or each of them as a document, on two replicas."""
     each = [{"squares": size.tokens * size.length, "tokens": size.tokens} for size in turn.sizes]  # in another order
     with planning(budget) as (train, _):
         train.step(**given_here(turn, 0))
@@ -182,7 +180,6 @@ def scarce(turn: Turn, budget: int, times: int) -> Scarce:
 
 
 def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
-    """Losses of planned steps on two ranks, whose last stage has its optimizer on the host."""
     hosts = {1: lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)}
     with planning(budget, host_optimizers=hosts) as (train, modules):
         on_device, losses = sgd(*(module for s, module in modules.items() if s == 0)), []
@@ -194,7 +191,6 @@ def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
 
 
 def misused(wrong: str) -> str:
-    """Planned steps on two ranks, wrongly used: what each rank is told."""
     number = dist.get_rank()
     turns = [Turn((Sizes(1, 4), Sizes(2, 7))), Turn((Sizes(1, 5), Sizes(2, 9))), Turn((Sizes(1, 6), Sizes(1, 4)))]
     batches = [[Microbatches(part) for part in batch(turn, seed)] for seed, turn in enumerate(turns)]

@@ -184,7 +184,6 @@ def require_as_plain(name: str, way: Way, link: Link) -> None:
 
 
 def runner(module: nn.Module, link: Link, *inputs: Tensor, loss: Any = None) -> StageRunner:
-    """Which has learned these inputs."""
     stage = StageRunner(0, module, CPU, link, HostPool(CPU), loss)
     learn(stage, inputs, None if loss is None else ())
     stage.start_step(inputs, 1)

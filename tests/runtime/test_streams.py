@@ -33,7 +33,6 @@ PROBLEM = cases.problem([0], 3, offload_parts=2)
 
 @contextmanager
 def simulated(engine: Any, full_duplex: bool) -> Iterator[tuple[Races, Link, StageRunner]]:
-    """What races in a stage, by a link on that copy engine."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulation = Races(monkeypatch)
         compute = simulation._compute
@@ -46,7 +45,6 @@ def simulated(engine: Any, full_duplex: bool) -> Iterator[tuple[Races, Link, Sta
 
 
 def races(ops: list[Op], full_duplex: bool, engine: Any = StreamEngine) -> list[str]:
-    """What raced while a stage ran these ops, twice: the second time host pages are used again."""
     with simulated(engine, full_duplex) as (simulation, _, stage):
         stage.start_step((), 2)
         with simulation:
@@ -163,7 +161,6 @@ class Careless(HostOptimizer):
 def races_in_steps(
     kind: type[HostOptimizer] = HostOptimizer, engine: Any = StreamEngine, full_duplex: bool = True
 ) -> list[str]:
-    """What raced in three steps of a stage with two micro-batches."""
     with simulated(engine, full_duplex) as (simulation, link, stage):
         parameters = stage.module.named_parameters()
         host = kind(0, parameters, lambda named: torch.optim.AdamW(named), link, Immediate())

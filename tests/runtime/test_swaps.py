@@ -223,7 +223,6 @@ def test_host_memory_for_an_offer_is_allocated_beside_the_training(ranks: Ranks,
 
 
 def _in_turn(microbatches: int) -> Schedule:
-    """Forwards with every other micro-batch offloaded, then backwards."""
     texts = []
     for s in (0, 1):
         away = [f"{s}{op}{j}" for j in range(0, microbatches, 2) for op in ("O", "D")]

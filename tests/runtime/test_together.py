@@ -78,7 +78,6 @@ def trained(schedules: Sequence[Schedule], how: str, max_norm: float, steps: int
 
 
 def _swapped(pipe: Pipeline) -> bool:
-    """Collective over all ranks: whether each pipeline has swapped so often."""
     least = torch.tensor(pipe.version)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return least.item() > SWAPS
@@ -89,7 +88,6 @@ AROUND = [("", ""), ("OD", "R"), ("", "C")]  # what follows an F and precedes it
 
 
 def mixed(schedule: Schedule) -> list[list[str]]:
-    """The schedule with some activations offloaded, others recomputed."""
     programs = []
     for program in schedule.programs:
         texts: list[str] = []

@@ -35,7 +35,6 @@ from optpipe_runtime import Pipeline
 def clipped(
     schedules: Sequence[Schedule], max_norm: float, norm_type: float, dtype: torch.dtype
 ) -> list[tuple[float, Gradients]]:
-    """A step with each schedule on two ranks: norms, and gradients behind them."""
     modules, seen = {s: module.to(dtype) for s, module in own_stages([0, 1]).items()}, []
     optimizer, m = sgd(*modules.values()), schedules[0].problem.microbatches
     with Pipeline(modules, [0, 1], loss_fn, m) as pipe:

@@ -29,8 +29,6 @@ Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -88,7 +86,6 @@ def parsed(*programs: list[list[str]]) -> list[Schedule]:
 
 
 def numbers(modules: dict[int, nn.Module]) -> Gradients:
-    """Every gradient by its name in the whole model."""
     return {
         f"{s}.{name}": p.grad.cpu().numpy().copy()
         for s, module in modules.items()
@@ -167,7 +164,6 @@ def batches(steps: int, microbatches: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[float]], list[Gradients]]:
-    """Losses and gradients by step."""
     trained = plain_training(make_stages(stages), batches(steps, microbatches), microbatches)
     return [step.losses for step in trained], [step.gradients for step in trained]
 
@@ -254,7 +250,6 @@ def measure(
     peers: Sequence[int | None] | None = None,
     recompute: Sequence[str] = ("full",),
 ) -> Problem:
-    """The profiled problem."""
     stages = own_stages(placement)
     with Pipeline(
         stages, placement, loss_fn, microbatches, host_memory_bytes, peers=peers, recompute=recompute
@@ -298,7 +293,6 @@ def with_branches(placement: Sequence[int], schedule: Schedule) -> tuple[StepRep
 
 
 def same(ranks: Ranks, placement: list[int], programs: list[Any], **stage: Any) -> list[Any]:
-    """`train_as_plain` by these programs."""
     made = problem(placement, sum(text.startswith("0F") for each in programs[0] for text in each), **stage)
     return train_as_plain(ranks, [Schedule.parse(made, texts) for texts in programs])
 

@@ -18,5 +18,4 @@ def device() -> torch.device:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Of float32 with sums in another order."""
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)

@@ -43,8 +43,6 @@ class Counts:
 
 
 class Told(NamedTuple):
-    """On one rank: what its step raised, and what the step after said."""
-
     error: str
     later: str
 
@@ -101,7 +99,6 @@ def in_trouble(placement: Sequence[int], schedule: Schedule, trouble: Trouble) -
 
 
 def going_on(placement: Sequence[int], schedule: Schedule) -> list[str]:
-    """A step of rank 1 raises, and its process goes on. What each rank is told."""
     m = schedule.problem.microbatches
     modules = own_stages(placement)
     if dist.get_rank() == 1:

@@ -33,8 +33,6 @@ HEADS = 4
 
 
 class Attention(nn.Module):
-    """Each rank of a tensor-parallel group computes some of the heads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -110,14 +108,11 @@ def mesh() -> DeviceMesh:
 
 
 def two_stages(modules: dict[int, nn.Module], microbatches: int, loss: LossFn = loss_fn, **options: Any) -> Pipeline:
-    """One on ranks 0 and 1 together, one on ranks 2 and 3."""
     groups = {"group": mesh()["pipe"].get_group(), "inner": mesh()["tensor"]}
     return Pipeline(modules, [0, 1], loss, microbatches, **groups, **options)
 
 
 class Seen(NamedTuple):
-    """Of one step on one rank."""
-
     losses: list[float] | None
     gradients: Gradients
     norm: float
@@ -129,7 +124,6 @@ class Seen(NamedTuple):
 def step_of(
     pipe: Pipeline, modules: dict[int, nn.Module], data: Sequence[Tensor], trace: bool = False
 ) -> tuple[Seen, int]:
-    """A step of a pipeline, with clipping; and its version."""
     for module in modules.values():
         module.zero_grad()
     report = pipe.step(*data, trace=trace)
@@ -140,7 +134,6 @@ def step_of(
 
 
 def plain(microbatches: int, steps: int) -> list[Plain]:
-    """The whole model in one process, with clipping."""
     return plain_training(make_stages(), cases.batches(steps, microbatches), microbatches, max_norm=0.1)
 
 

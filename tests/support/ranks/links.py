@@ -32,8 +32,6 @@ class Transfer(NamedTuple):
 
 
 class Slow:
-    """A copy engine whose copies last `s` longer and are noted."""
-
     def __init__(self, engine: CopyEngine, note: Callable[[float, float], None], s: float = COPY_S) -> None:
         self._engine, self._note, self._s = engine, note, s
 

@@ -23,8 +23,6 @@ from support.ranks.replicas import gradients, place
 
 
 class Sizes(NamedTuple):
-    """Of one micro-batch."""
-
     rows: int
     length: int
 
@@ -34,8 +32,6 @@ class Sizes(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A step or an evaluation."""
-
     sizes: tuple[Sizes, ...]
     train: bool = True
     weighted: bool = False
@@ -65,7 +61,6 @@ class MeasuredStep(NamedTuple):
 
 
 def batch(turn: Turn, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs and targets."""
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(WORDS, (rows, length + 1), generator=generator).to(device()) for rows, length in turn.sizes]
     return [each[:, :-1].contiguous() for each in tokens], [each[:, 1:].contiguous() for each in tokens]
@@ -79,7 +74,6 @@ def factors(turn: Turn, total: float | None = None) -> list[float]:
 
 
 def plain_turn(modules: Sequence[nn.Module], turn: Turn, seed: int, total: float | None = None) -> list[float]:
-    """Plain autograd, one micro-batch after the other."""
     losses = []
     for x, y, factor in zip(*batch(turn, seed), factors(turn, total), strict=True):
         with torch.set_grad_enabled(turn.train):
@@ -128,7 +122,6 @@ def given(turn: Turn, seed: int, takes: Sequence[int], number: int, stages: int)
 
 
 def turns(schedule: Schedule, taken: Sequence[Turn]) -> list[MeasuredStep]:
-    """By one schedule for each number of micro-batches."""
     placement = [stage.device for stage in schedule.problem.stages]
     number, seen = dist.get_rank(), []
     modules = own_stages(placement)

@@ -38,8 +38,6 @@ def in_turn(placement: Sequence[int], how: str) -> list[list[str]]:
 
 
 class Decoder(nn.Module):
-    """Built as transformers builds its decoders."""
-
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(WORDS, WIDTH)
@@ -122,7 +120,6 @@ def model_layers() -> int:
 
 
 def data(kind: str) -> tuple[Any, Tensor, dict[str, Any]]:
-    """Inputs, targets and named arguments of a whole batch."""
     generator = torch.Generator().manual_seed(9)
     n = 2 * MICROBATCHES
     if kind == "skips":
@@ -164,7 +161,6 @@ def turned(mask: Tensor) -> Tensor:
 
 
 def trained(kind: str, placement: Sequence[int]) -> Found:
-    """A step in each way, and an evaluation."""
     inputs, targets, kwargs = data(kind)
     stages, reports = parts(kind, placement), []
     if kind == "layers":
@@ -192,7 +188,6 @@ def _turn(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def plain(kind: str) -> tuple[list[float], list[Tensor], nn.Module]:
-    """The model as it is, micro-batch by micro-batch: losses, outputs, and gradients in the model."""
     whole = model(kind)
     inputs, targets, kwargs = data(kind)
     losses, outputs = [], []

@@ -25,7 +25,6 @@ def in_a_row(setups: list[Setup], **named: Tensor) -> Tensor:
 
 
 def profiled(model: str, folder: Path, *words: str) -> Problem:
-    """By the command, on two ranks."""
     path = folder / "problem.json"
     command = [sys.executable, "-m", "optpipe_cli", "profile", "--ranks", "2", "--model", model, "-o", str(path)]
     command += ["--microbatches", "4", "--activation-budget-bytes", "50000000", "--repeats", "1", *words]

@@ -19,8 +19,6 @@ WIDTH, BATCH = 64, 3
 
 
 class Of(nn.Module):
-    """A function of layers and inputs."""
-
     def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
         super().__init__()
         self.function, self.layers = function, nn.ModuleList(layers)
@@ -58,8 +56,6 @@ class Plainly(Doubled):
 
 
 class Raw(nn.Module):
-    """A function of a parameter and the input."""
-
     def __init__(self, function: Callable[..., Any], *shape: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.function, self.weight = function, nn.Parameter(torch.randn(shape, dtype=dtype) / 8)
@@ -187,7 +183,6 @@ def gated(norm: nn.Module) -> nn.Module:
 
 
 def many(words: nn.Module, conv: nn.Module, norm: nn.Module, mix: nn.Module, gate: nn.Module, x: Tensor) -> Tensor:
-    """The ops of a stage with their parameters."""
     x = conv(x + words(torch.arange(8, device=x.device)))
     result: Tensor = gate(torch.tanh(mix(torch.relu(torch.sigmoid(norm(x))))))
     return result
@@ -201,7 +196,6 @@ def _exported() -> nn.Module:
 
 
 def exported() -> nn.Module:
-    """As torch.export writes it."""
     return copy.deepcopy(_exported())
 
 

@@ -66,7 +66,6 @@ class Training:
 def train(
     schedules: Sequence[Schedule], hosted: Sequence[int], factory: Any = adam
 ) -> tuple[list[StepReport], Values, set[str]]:
-    """A step by each schedule; reports, parameters in the end, and the gradients that are there after it."""
     training = Training(Layout.from_problem(schedules[0].problem), hosted, factory)
     with training.pipe as pipe:
         reports = [training.step(k, schedule) for k, schedule in enumerate(schedules)]

@@ -94,7 +94,6 @@ def stages(count: int, alone: bool) -> list[nn.Module]:
 
 
 def in_parts(stage: nn.Module, inner: DeviceMesh) -> nn.Module:
-    """The stage of `stages` by tensor parallelism."""
     return parallelize_module(stage, inner, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
@@ -239,7 +238,6 @@ def ahead(schedule: Schedule, steps: int, validated: bool) -> list[float | None]
 
 
 def mistaken(schedule: Schedule, what: str) -> list[str]:
-    """What is told of a wrong argument or call, and of the step after."""
     rank, m, told = dist.get_rank(), schedule.problem.microbatches, []
     module = stages(2, alone=True)[rank]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

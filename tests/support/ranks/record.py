@@ -34,8 +34,6 @@ class Times(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A schedule of torch by its name, the time of each op, and which stages each rank has."""
-
     name: str
     times: Times
     stages: tuple[tuple[int, ...], ...]
@@ -129,7 +127,6 @@ def now_ms(ahead_ms: float) -> Callable[[], float]:
 
 
 def prepared(case: Case, group: dist.ProcessGroup | None = None) -> tuple[Any, Callable[..., object]]:
-    """The schedule, and a function that runs a step of it, or by `eval` an evaluation."""
     mine, count = case.stages[dist.get_rank(group)], sum(map(len, case.stages))
     stages = [PipelineStage(Stage(case.times).to(device()), s, count, device(), group=group) for s in mine]
 

@@ -60,8 +60,6 @@ class Ran(NamedTuple):
 
 
 class Events:
-    """Of one step of a rank."""
-
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.held: dict[str, int] = {}

@@ -46,7 +46,6 @@ class Place(NamedTuple):
     replicas: int
 
     def batch(self, step: int, microbatches: int) -> list[Tensor]:
-        """Its part of a batch: inputs and targets."""
         return [part.chunk(self.replicas)[self.replica] for part in batch(step, self.replicas * microbatches)]
 
     def stages(self, placement: Sequence[int], how: str, dropout: float = 0.0, **options: Any) -> dict[int, nn.Module]:

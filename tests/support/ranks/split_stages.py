@@ -17,8 +17,6 @@ RECOMPUTED = {"C": FULL, "K": LEVELS["cheap"]}
 
 
 class Block(nn.Module):
-    """A transformer's, with attention that keeps no probabilities."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)

@@ -30,8 +30,6 @@ WAIT = 2000  # steps within which an offer must have been taken
 
 
 class Step(NamedTuple):
-    """On one rank: losses where there are some, gradients, and which schedule ran."""
-
     losses: list[float]
     gradients: Gradients
     method: str
@@ -91,7 +89,6 @@ def chaos(placement: Sequence[int], schedules: Sequence[Schedule]) -> list[Step]
 
 
 def failing(op: str, nth: int, error: BaseException) -> AbstractContextManager[object]:
-    """The `nth` call of one of `StageRunner`'s ops raises."""
     real: Callable[..., Any] = getattr(StageRunner, op)
     left = [nth]
 
@@ -162,7 +159,6 @@ def _seen(pipe: Pipeline, report: StepReport, modules: Mapping[int, nn.Module]) 
 
 @contextmanager
 def heard(name: str = "optpipe.runtime") -> Iterator[list[str]]:
-    """What is said in a log meanwhile."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -218,8 +214,6 @@ def paced(
 
 
 class Cut(NamedTuple):
-    """A training over different numbers of micro-batches."""
-
     steps: list[Step]
     counts: list[int]  # of micro-batches, of the pipeline's problem after each step
     logged: list[str]

@@ -17,8 +17,6 @@ from support.ranks.cases import Gradients, batch, loss_fn, make_stages, numbers,
 
 
 class Outcome(NamedTuple):
-    """A step on one rank: the losses it has by micro-batch, its gradients by stage."""
-
     losses: dict[int, float]
     gradients: Gradients
 

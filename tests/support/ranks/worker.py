@@ -176,7 +176,6 @@ class Ranks:
 
 
 def pool(count: int, folders: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Ranks that live as long as a fixture."""
     started = Ranks(STARTER, count, folders.mktemp("ranks"))
     yield started
     started.close()
