@@ -190,6 +190,7 @@ def _too_much(much: Schedule, pipe: Pipeline, here: bool) -> AbstractContextMana
 
 M = 4
 QUEUES = ["1", "8", "32"] if ON_CUDA else ["32"]  # CUDA_DEVICE_MAX_CONNECTIONS
+MANY_QUEUES = pytest.mark.parametrize("pair", ["32"], indirect=True)
 TWO = pytest.mark.skipif(ON_CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs")
 AROUND = {"kept": ("", ""), "offloaded": ("OD", "R"), "recomputed": ("", "C")}  # what follows an F and precedes a B
 
@@ -309,25 +310,20 @@ def test_two_ranks_train_as_plain_autograd_or_ask_for_queues(pair: Ranks) -> Non
         assert pair.environment["CUDA_DEVICE_MAX_CONNECTIONS"] != "32"
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    pool = Ranks(worker.STARTER, 2, tmp_path_factory.mktemp("two"), environment={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
-    yield pool
-    pool.close()
-
-
 @TWO
+@MANY_QUEUES
 @pytest.mark.parametrize("short", [0, 1])
-def test_two_ranks_undo_a_step_for_which_one_lacks_memory(two: Ranks, short: int) -> None:
+def test_two_ranks_undo_a_step_for_which_one_lacks_memory(pair: Ranks, short: int) -> None:
     little, much = little_and_much(2)
-    require_undone(two(out_of_memory, little=little, much=much, rank=short))
+    require_undone(pair(out_of_memory, little=little, much=much, rank=short))
 
 
 @TWO
-def test_a_rank_that_is_killed_is_reported(two: Ranks) -> None:
+@MANY_QUEUES
+def test_a_rank_that_is_killed_is_reported(pair: Ranks) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], M), ONE_F_ONE_B)
     trouble = failures.Trouble(1, "forward", 2, kill=True)
-    for told in two.survivors(failures.in_trouble, 1, placement=[0, 1], schedule=schedule, trouble=trouble):
+    for told in pair.survivors(failures.in_trouble, 1, placement=[0, 1], schedule=schedule, trouble=trouble):
         assert "rank 0 lost its connection to " in told.error
 
 

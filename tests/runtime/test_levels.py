@@ -15,8 +15,7 @@ from support import problems
 from support.ranks import microbatches
 from support.ranks.cases import Gradients, loss_fn, numbers, own_stages, refusals
 from support.ranks.microbatches import Turn, batch
-from support.ranks.odd_modules import BATCH, WIDTH, Of, linear
-from support.ranks.split_stages import Block, batches, require_as_plain, run, runner
+from support.ranks.odd_modules import BATCH, WIDTH, Block, Of, batches, linear, require_as_plain, run, runner
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn import functional

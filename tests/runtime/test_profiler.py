@@ -1,25 +1,35 @@
-"""The profiled problem predicts the memory that a schedule really takes."""
+"""The profiled problem predicts the memory that a schedule really takes; a step that holds more says after which op. By
+default activations may take what is free on a GPU beside all else that a step allocates."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from support.ranks import cases
+from support.ranks import cases, inner
 from support.ranks.cases import LENGTH, WIDTH, Gradients, batch, loss_fn, numbers, own_stages
 from support.ranks.links import Slow
+from support.ranks.programs import ONE_F_ONE_B
+from support.ranks.reductions import MIXED
+from support.ranks.replicas import wrapped
+from support.ranks.swaps import heard
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
 from optpipe_runtime import Pipeline, StepReport
+from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.measure.measured import Measured
+from optpipe_runtime.pipeline import step_runner
+from optpipe_runtime.torch_private.tensors import local
 
 Span = tuple[float, float]  # on the machine's clock
 
@@ -186,3 +196,158 @@ def test_the_loss_is_part_of_the_last_stage_of_each_route(ranks: Ranks) -> None:
 
 def test_a_batch_that_stages_change_in_place_is_cloned_for_the_profile(ranks: Ranks) -> None:
     assert ranks(changing_the_batch) == [True, True]
+
+
+# Budgets by default
+
+FREE = 10**8
+
+
+class Budgeted(NamedTuple):
+    """Bytes: the budget, what is set aside for messages, what the gradients take that a step has left, and what it
+    needed at most for whole ones of sharded parameters."""
+
+    budget: int
+    messages: int
+    left: int
+    whole: int
+
+
+def budgeted(program: Sequence[Sequence[str]], sharded: bool) -> Budgeted:
+    """Two tensor-parallel ranks a stage; or, `sharded`, two replicas of two such ranks with both stages, gathered in
+    bfloat16 and reduced in float32."""
+    shape = (2, 1, 2) if sharded else (1, 2, 2)
+    ranks = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "pipe", "tensor"))
+    replica, number, _ = ranks.get_coordinate() or (0, 0, 0)
+    placement = [0, 0] if sharded else [0, 1]
+    modules = {
+        s: inner.parallel(module, ranks["tensor"])
+        for s, module in enumerate(inner.make_stages())
+        if placement[s] == number
+    }
+    if sharded:
+        modules = {s: wrapped(module, "fsdp", ranks["replica"], **MIXED) for s, module in modules.items()}
+    m = 4
+    data = [part.chunk(2)[replica] for part in batch(0, 2 * m)]
+    groups = {"group": ranks["pipe"].get_group(), "inner": ranks["tensor"]}
+    with Pipeline(modules, placement, loss_fn, m, **groups) as pipe:
+        with (
+            patch.multiple(step_runner, require_budget=lambda rank: None),
+            patch.multiple(
+                torch.cuda,
+                mem_get_info=lambda device: (FREE, FREE),
+                memory_reserved=lambda device: 0,
+                memory_allocated=lambda device: 0,
+            ),
+        ):
+            problem = pipe.profile(*data, repeats=1)
+        pipe.load(Schedule.parse(problem, program))
+        report = pipe.step(*data, trace=True)
+        rank = pipe.runner.rank
+        found = [
+            local(p.grad).untyped_storage()
+            for module in modules.values()
+            for p in module.parameters()
+            if p.grad is not None
+        ]
+        return Budgeted(
+            problem.devices[number].activation_budget_bytes,
+            messages_reserve(number, rank.layout, rank.io),
+            sum({storage._cdata: storage.nbytes() for storage in found}.values()),
+            report.gathered_certified_bytes - sum(rank.replicas.sharded[s].parameter_bytes for s in modules),
+        )
+
+
+BOTH_STAGES = [[f"{s}{kind}{j}" for j in range(4) for s, kind in ((0, "F"), (1, "F"), (1, "BW"), (0, "BW"))]]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_count_as_large_as_backwards_leave_them(four_ranks: Ranks, sharded: bool) -> None:
+    """Those of an embedding whose rows are spread over two ranks have all rows on each. FSDP adds up whole gradients in
+    the type of the parameters and, aside, in that of the reduction; then come those of the shards."""
+    program = BOTH_STAGES if sharded else ONE_F_ONE_B
+    for rank, found in enumerate(four_ranks(budgeted, program=program, sharded=sharded)):
+        stages = inner.make_stages() if sharded else inner.make_stages()[rank // 2 : rank // 2 + 1]
+        parts, gradients = map(sum, zip(*map(inner.part_bytes, stages), strict=True))
+        if sharded:
+            assert found.whole == gradients // 2 + gradients
+            assert found.left == parts // 2
+        else:
+            assert (found.whole, found.left) == (0, gradients)
+        assert found.budget == int(0.9 * (FREE - found.messages - found.whole - found.left))
+
+
+# More than is certified
+
+WIDE, ROWS = 256, 8
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).tanh()
+        return y.tanh().tanh() if x[0, 0] > 100 else y
+
+
+def inputs(microbatches: int, large: Sequence[int] = ()) -> Tensor:
+    torch.manual_seed(0)
+    batch = torch.randn(microbatches * ROWS, WIDE)
+    batch[[j * ROWS for j in large], 0] = 1000.0
+    return batch
+
+
+def profiled_then_large(
+    programs: Sequence[Sequence[str]], large: Sequence[int]
+) -> tuple[Problem, list[StepReport], list[str]]:
+    """Profiles with a usual batch; then a usual step, two with `large` micro-batches, and one of them after a swap.
+    What the log says."""
+    microbatches = sum(text.startswith("0F") for text in programs[0])
+    rank = torch.distributed.get_rank()
+    with Pipeline({rank: Sometimes()}, [0, 1], functional.mse_loss, microbatches) as pipe, heard() as told:
+        usual, targets = inputs(microbatches), torch.zeros(microbatches * ROWS, WIDE)
+        problem = pipe.profile(usual, targets, activation_budget_bytes=10**9, repeats=1)
+        told.clear()
+        pipe.load(Schedule.parse(problem, programs))
+        reports = [pipe.step(usual, targets, trace=True)]
+        reports += [pipe.step(inputs(microbatches, large), targets, trace=True) for _ in range(2)]
+        stays = [[text for text in program if text[1] not in "ODR"] for program in programs]
+        pipe.load(Schedule.parse(problem, stays))
+        reports.append(pipe.step(inputs(microbatches, large), targets, trace=True))
+        return problem, reports, [line for line in told if "certified" in line]
+
+
+PROGRAMS = [
+    ["0F0", "0O0", "0F1", "0D0", "0F2", "0B1", "0R0", "0W1", "0BW0", "0BW2"],
+    ["1F0", "1F1", "1BW1", "1BW0", "1F2", "1BW2"],
+]
+
+
+def test_a_microbatch_that_saves_more_than_was_profiled_is_named(ranks: Ranks) -> None:
+    more = 2 * ROWS * WIDE * 4  # bytes: the results of two tanh
+    (problem, reports, told), (_, others, nothing) = ranks(profiled_then_large, programs=PROGRAMS, large=[2])
+    usual, first, again, swapped = (report.excess for report in reports)
+    assert usual is None
+    assert (str(first.op), first.held_bytes - first.certified_bytes) == ("0F2", more)
+    assert again == first
+    assert str(swapped.op) == "0F2"
+    assert told == [
+        f"rank 0 holds {found.held_bytes} bytes after 0F2, {found.certified_bytes} are certified"
+        for found in (first, swapped)
+    ], "once for each schedule"
+    assert [report.excess for report in others] == [None] * 4
+    assert nothing == []
+    for report in reports[:3]:
+        assert [time.certified_bytes for time in report.trace] == certified_bytes(problem)
+    assert [time.held_bytes for time in reports[0].trace] == certified_bytes(problem), (
+        "the profile's batch holds what was profiled"
+    )
+    extra = [time.held_bytes - time.certified_bytes for time in reports[1].trace]
+    assert extra == [0, 0, 0, 0, *[more] * 5, 0], "from 0F2 to its backward"
+
+
+def certified_bytes(problem: Problem) -> list[int]:
+    compiled = Schedule.parse(problem, PROGRAMS).compiled
+    return compiled.held.after[compiled.rows.of_device(0)].tolist()

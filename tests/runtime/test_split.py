@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks.odd_modules import BATCH, WIDTH, Of, Scaled, gated, linear
-from support.ranks.split_stages import CPU, batches, runner
+from support.ranks.odd_modules import BATCH, CPU, WIDTH, Of, Scaled, batches, gated, linear, runner
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks.odd_modules import BATCH, WIDTH, Delaying, Of, linear
-from support.ranks.split_stages import CPU, Block, batches, require_as_plain, run, runner
+from support.ranks.odd_modules import (
+    BATCH,
+    CPU,
+    WIDTH,
+    Block,
+    Delaying,
+    Of,
+    batches,
+    linear,
+    require_as_plain,
+    run,
+    runner,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
