@@ -218,10 +218,7 @@ def test_a_change_during_a_request_is_told_again() -> None:
         until(lambda: len(waits) > 1 or client._adoptions[("a1", 1)] != {"step": 3})
         return HEARD
 
-    with (
-        fake_service(by_path({**FOUND, "/adoptions/1": slow})) as (url, asked),
-        ScheduleClient(url, chain()) as client,
-    ):
+    with fake_service(by_path({**FOUND, "/adoptions/1": slow})) as (url, asked), ScheduleClient(url, chain()) as client:
         offer = until(client.poll)
         client.adopted(offer, 3)
         until(lambda: waits)

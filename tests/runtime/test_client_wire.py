@@ -124,10 +124,7 @@ def test_an_invalid_answer_is_logged_once(
     answers: dict[str, Answer | Answers], word: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_waits(monkeypatch, 0.01, 10.0)
-    with (
-        fake_service(by_path(answers)) as (url, asked),
-        ScheduleClient(url, chain()) as client,
-    ):
+    with fake_service(by_path(answers)) as (url, asked), ScheduleClient(url, chain()) as client:
         until(lambda: len(asked) > 3 * len(answers))
         assert client.poll() is None
     assert [f" {word}: " in line for line in warnings(caplog)] == [True]

@@ -40,13 +40,7 @@ def written(folder: Path, **fields: Any) -> str:
     [
         {"tie_word_embeddings": True},
         {"dtype": "bfloat16"},
-        {
-            "model_type": "qwen3",
-            "head_dim": 8,
-            "use_sliding_window": True,
-            "sliding_window": 4,
-            "max_window_layers": 2,
-        },
+        {"model_type": "qwen3", "head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
         {"model_type": "gemma3_text", "head_dim": 8},
         {"model_type": "mixtral", "num_local_experts": 4},
     ],
@@ -93,10 +87,7 @@ def test_a_config_is_profiled(tmp_path: Path) -> None:
         ('{"model_type": "t5"}', r"model_type = 't5': transformers has no causal language model of it$"),
         (json.dumps(FIELDS | {"hidden_size": "wide"}), r"config\.json: transformers does not make a model of it: "),
         ('{"model_type": "bloom"}', r"^sequence is missing: .*config\.json has no max_position_embeddings$"),
-        (
-            '{"model_type": "gpt2"}',
-            r"^model is a GPT2LMHeadModel: .* needs a decoder with embed_tokens, layers, norm",
-        ),
+        ('{"model_type": "gpt2"}', r"^model is a GPT2LMHeadModel: .* needs a decoder with embed_tokens, layers, norm"),
     ],
 )
 def test_what_is_no_config_of_a_language_model(text: str, message: str, tmp_path: Path) -> None:

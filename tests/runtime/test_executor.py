@@ -73,9 +73,7 @@ def test_an_output_that_no_later_stage_uses_gets_no_gradient(ranks: Ranks) -> No
         ["1F0", "1F1", "1B0", "1W0", "1BW1"],
     ]
     results = ranks(
-        cases.with_branches,
-        placement=placement,
-        schedule=Schedule.parse(cases.problem(placement, 2), programs),
+        cases.with_branches, placement=placement, schedule=Schedule.parse(cases.problem(placement, 2), programs)
     )
     modules = cases.branches()
     for _ in range(2):

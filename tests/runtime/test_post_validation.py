@@ -151,7 +151,7 @@ def test_a_rank_that_is_killed_with_an_update_ahead_is_told(ranks: Ranks) -> Non
     assert "rank 0 lost its connection" in told
 
 
-# All in one training, also offloads, recomputes, other numbers of micro-batches, replicas with schedules of their own and
+# All in one training, also offloads, recomputes, other numbers of micro-batches, replicas with schedules of their own,
 # windows of gradients: its numbers are those of a training by one schedule
 
 SEQUENCES, SWAPS, LEAST_STEPS = 8, 3, 9

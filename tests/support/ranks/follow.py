@@ -40,12 +40,7 @@ def follow(
     with (
         Pipeline(modules, placement, loss_fn, microbatches) as pipe,
         Follower(
-            pipe,
-            url,
-            activation_budget_bytes=10**9,
-            every=every,
-            cache=Cache(cache) if cache else None,
-            method=method,
+            pipe, url, activation_budget_bytes=10**9, every=every, cache=Cache(cache) if cache else None, method=method
         ) as follower,
     ):
         if begun:

@@ -198,11 +198,7 @@ def planning(
 
 
 def planned(
-    placement: Sequence[int],
-    taken: Sequence[Turn],
-    budget: int,
-    how: str = "alone",
-    max_norm: float = 0.0,
+    placement: Sequence[int], taken: Sequence[Turn], budget: int, how: str = "alone", max_norm: float = 0.0
 ) -> list[Planned]:
     """Trains with a schedule for every step; with `how` in replicas, of which each takes every other turn. With a
     `max_norm`, gradients are clipped by post-validation."""

@@ -108,9 +108,7 @@ class Ranks:
         for rank in range(self.world):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=serve,
-                args=(theirs, rank, self.world, store, self._timeout_s, self.environment),
-                daemon=True,
+                target=serve, args=(theirs, rank, self.world, store, self._timeout_s, self.environment), daemon=True
             )
             process.start()
             theirs.close()
