@@ -7,6 +7,7 @@ tolerance. Between two schedules of the same pipeline the arithmetic is the same
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.close import require_close
-from support.ranks import cases, inner
+from support.ranks import cases, inner, microbatches
 from support.ranks.cases import LENGTH, Gradients, batch, problem
 from support.ranks.inner import make_stages, mesh, parallel, two_stages
-from support.ranks.microbatches import Sizes, Turn, given, plain_turn
+from support.ranks.microbatches import Sizes, Turn, given
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.replicas import gradients
 from support.ranks.worker import Ranks
@@ -28,38 +29,23 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import PlannedSteps
 from optpipe_runtime.lowering.prepare import one_at_a_time
 
-Steps = list[tuple[list[float], Gradients]]  # losses and gradients
 
-
-def train_packed(taken: Sequence[Turn], planned: bool) -> Steps:
+def train_packed(taken: Sequence[Turn], planned: bool) -> list[tuple[list[float], Gradients]]:
+    """Losses and gradients, with a schedule for every step, or one that is loaded."""
     stage = dist.get_rank() // 2
     modules = {stage: parallel(make_stages()[stage], mesh()["tensor"])}
     optimizer, seen = cases.sgd(*modules.values()), []
-    with two_stages(modules, len(taken[0].sizes)) as pipe:
-        if planned:
-            train = PlannedSteps(pipe, activation_budget_bytes=10**9)
-        else:
+    with (
+        two_stages(modules, len(taken[0].sizes)) as pipe,
+        PlannedSteps(pipe, activation_budget_bytes=10**9) if planned else nullcontext(pipe) as train,
+    ):
+        if not planned:
             pipe.load(one_at_a_time(pipe.layout.unmeasured()))
         for seed, turn in enumerate(taken):
             optimizer.zero_grad()
-            step = train.step if planned else pipe.step
-            losses = step(**given(turn, seed, [stage], stage, 2)).losses
+            losses = train.step(**given(turn, seed, [stage], stage, 2)).losses
             seen.append((losses or [], gradients(modules)))
             optimizer.step()
-        if planned:
-            train.close()
-    return seen
-
-
-def plain_packed(taken: Sequence[Turn]) -> Steps:
-    torch.set_num_threads(1)
-    modules = make_stages()
-    optimizer, seen = cases.sgd(*modules), []
-    for seed, turn in enumerate(taken):
-        optimizer.zero_grad()
-        losses = plain_turn(modules, turn, seed)
-        seen.append((losses, gradients(dict(enumerate(modules)))))
-        optimizer.step()
     return seen
 
 
@@ -104,7 +90,7 @@ def test_micro_batches_of_different_shapes_train_as_in_one_process(four_ranks: R
     longer = Turn((Sizes(1, 34), Sizes(2, 6), Sizes(1, 8), Sizes(2, 20)), weighted=True)
     turns = [first, longer, *([Turn((Sizes(1, 22), Sizes(2, 8)))] if planned else []), first]
     ranks = four_ranks(train_packed, taken=turns, planned=planned)
-    for step, (losses, expected) in enumerate(plain_packed(turns)):
+    for step, (losses, expected, _) in enumerate(microbatches.plain(make_stages(), turns)):
         for begins, ends in ((ranks[0], ranks[2]), (ranks[1], ranks[3])):
             assert ends[step][0] == pytest.approx(losses, rel=1e-4)
             close(begins[step][1] | ends[step][1], expected)

@@ -68,7 +68,11 @@ class Experts(nn.Module):
         return x + self.back(mixed).view(x.shape)
 
 
-KINDS: dict[str, Any] = {"tokens": lambda ranks: nn.Linear(WIDTH, WIDTH), "experts": Experts}
+def of_tokens(_: DeviceMesh | None) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+
+KINDS = {"tokens": of_tokens, "experts": Experts}
 
 
 def make_stages(kind: str, ranks: DeviceMesh | None = None) -> list[nn.Module]:

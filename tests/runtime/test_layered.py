@@ -134,16 +134,8 @@ def test_a_training_goes_on_in_other_stages(ranks: Ranks, tmp_path: Path) -> Non
 
 def with_layers(count: int, devices: int) -> Problem:
     layer = problems.stage((1, 1, 1), (10, 10))
-    stages = [{"device": d, **layer} for d in range(devices)]
-    problem = Problem.from_dict(
-        {
-            "microbatches": models.MICROBATCHES,
-            "p2p_ms": 0.0,
-            "devices": [{"activation_budget_bytes": 1000}] * devices,
-            "stages": stages,
-        }
-    )
-    return Placement.balanced(problem.replace(layers=[layer] * count), 1).apply(problem.replace(layers=[layer] * count))
+    problem = problems.pipeline(devices, MICROBATCHES, 1000, layer, layers=[layer] * count)
+    return Placement.balanced(problem, 1).apply(problem)
 
 
 @pytest.mark.parametrize(

@@ -176,11 +176,6 @@ def autocast() -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def inputs() -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(BATCH, 8, WIDTH) for _ in range(M)]
-
-
 def stage_of(module: nn.Module, link: Link) -> StageRunner:
     stage = StageRunner(0, module, CPU, link, HostPool(CPU))
     with autocast():
@@ -192,7 +187,7 @@ def stage_of(module: nn.Module, link: Link) -> StageRunner:
 def step(stage: StageRunner, recompute: Level | None, split: bool) -> int:
     """All forwards, then all backwards; returns the number of casts."""
     with autocast(), Counting() as counting:
-        outputs = [stage.forward(j, (x,), recompute=recompute)[0] for j, x in enumerate(inputs())]
+        outputs = [stage.forward(j, (x,), recompute=recompute)[0] for j, x in enumerate(batches(M))]
         for j, y in enumerate(outputs):
             if recompute:
                 stage.recompute(j)
@@ -204,7 +199,7 @@ def step(stage: StageRunner, recompute: Level | None, split: bool) -> int:
 
 def plainly(module: nn.Module) -> list[Tensor]:
     with autocast():
-        outputs = [module(x) for x in inputs()]
+        outputs = [module(x) for x in batches(M)]
     for y in outputs:
         torch.autograd.backward(y, torch.ones_like(y))
     return [p.grad for p in module.parameters() if p.grad is not None]

@@ -96,9 +96,10 @@ class Expected(NamedTuple):
     evaluated: list[float]
 
 
-def plain(stages: int, turns: Sequence[Turn], max_norm: float = 0.0) -> list[Expected]:
+def plain(stages: int | list[nn.Module], turns: Sequence[Turn], max_norm: float = 0.0) -> list[Expected]:
+    """Of those modules, or of so many stages of `make_stages`."""
     torch.set_num_threads(1)
-    modules = make_stages(stages)
+    modules = make_stages(stages) if isinstance(stages, int) else stages
     optimizer = sgd(*modules)
     seen = []
     for seed, turn in enumerate(turns):
