@@ -23,7 +23,6 @@ PATTERNS = (
     "deploy/*",
     "e2e/*",
     "benchmarks/*",
-    "runtime/test_gpu_commands.py*",
     "runtime/test_local_search.py*",
     "cli/test_solve_command.py::test_ctrl_c_while_an_engine_computes*",
     "runtime/test_training.py::test_the_script_in_the_docs_runs*",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,57 +33,33 @@ class Trouble(NamedTuple):
         raise ValueError("not today")
 
 
-@dataclass
-class Counts:
-    """An object of its own, because numbers that a module has are as they were when it has been learned."""
-
-    forward: int = -3
-    backward: int = 0
-
-
 class Told(NamedTuple):
     error: str
     later: str
 
 
-class _Fuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor, armed: _Armed) -> Tensor:
-        ctx.armed = armed  # type: ignore[attr-defined]
-        return x.view_as(x)
+def arm(stage: nn.Module, trouble: Trouble) -> None:
+    """Its forwards and backwards are counted; the first three forwards are those in which the pipeline learns it."""
+    counts = {"forward": -3, "backward": 0}
 
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.armed.count("backward")  # type: ignore[attr-defined]
-        return gradient, None
+    def count(what: str) -> None:
+        counts[what] += 1
+        if (what, counts[what]) == (trouble.where, trouble.nth):
+            trouble.strike()
 
+    def follow(_: nn.Module, given: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: count("backward"))
 
-class _Armed(nn.Module):
-    """A stage that counts its forwards and backwards; the first three forwards are those in which the pipeline learns
-    it."""
-
-    def __init__(self, stage: nn.Module, trouble: Trouble) -> None:
-        super().__init__()
-        self.stage, self.trouble, self.counts = stage, trouble, Counts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count("forward")
-        result: Tensor = self.stage(x)
-        return _Fuse.apply(result, self) if result.requires_grad else result  # type: ignore[no-untyped-call, no-any-return]
-
-    def count(self, what: str) -> None:
-        nth = getattr(self.counts, what) + 1
-        setattr(self.counts, what, nth)
-        if (what, nth) == (self.trouble.where, self.trouble.nth):
-            self.trouble.strike()
+    stage.register_forward_pre_hook(lambda *_: count("forward"))
+    stage.register_forward_hook(follow)
 
 
 def in_trouble(placement: Sequence[int], schedule: Schedule, trouble: Trouble) -> Told:
     rank, m, error = dist.get_rank(), schedule.problem.microbatches, ""
     modules = own_stages(placement)
     if rank == trouble.rank:
-        first = min(modules)
-        modules[first] = _Armed(modules[first], trouble)
+        arm(modules[min(modules)], trouble)
     pipe = pipeline(modules, schedule)
     try:
         for step in range(3):  # a rank whose part of a step is done hears of it in the next
@@ -102,7 +77,7 @@ def going_on(placement: Sequence[int], schedule: Schedule) -> list[str]:
     m = schedule.problem.microbatches
     modules = own_stages(placement)
     if dist.get_rank() == 1:
-        modules[1] = _Armed(modules[1], Trouble(1, "forward", 2))
+        arm(modules[1], Trouble(1, "forward", 2))
     with pipeline(modules, schedule) as pipe:
         try:
             pipe.step(*batch(0, m))
