@@ -5,75 +5,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import cases
-from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from optpipe.errors import OptPipeError, ScheduleError
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.swap import schedules as swapping
-
-
-def train_with_offers(
-    placement: Sequence[int], first: Schedule, refused_by_one: Schedule, better: Schedule
-) -> tuple[list[int], list[cases.Gradients], str]:
-    """Loads, fails to load on one rank, then is offered a schedule that one rank refuses, then one that all take, while
-    it trains."""
-    microbatches, rank = first.problem.microbatches, torch.distributed.get_rank()
-    modules = cases.own_stages(placement)
-    versions, gradients, complaint = [], [], ""
-    lower = swapping.lower
-
-    def picky(schedule: Schedule, *arguments: Any) -> Any:
-        if schedule.method == refused_by_one.method and rank == 1:
-            raise ScheduleError("not with me")
-        return lower(schedule, *arguments)
-
-    with mock.patch.object(swapping, "lower", picky), cases.pipeline(modules, first) as pipe:
-        try:
-            pipe.load(refused_by_one)
-        except ScheduleError as error:
-            complaint = str(error)
-        offers = {0: refused_by_one, 8: better}
-        for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
-            if rank == 0 and step in offers:
-                pipe.offer(offers[step])
-            for module in modules.values():
-                module.zero_grad()
-            versions.append(pipe.step(*cases.batch(0, microbatches)).version)
-            gradients.append(cases.numbers(modules))
-            if versions[-1] > 1:
-                break
-        assert pipe.schedule.method == better.method
-    return versions, gradients, complaint
-
-
-def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> None:
-    problem = cases.problem([0, 1], 4)
-    first, refused, better = (
-        replace(Schedule.parse(problem, texts), method=name)
-        for texts, name in ((ONE_F_ONE_B, "1f1b"), (SPLIT, "split"), (OFFLOADED, "away"))
-    )
-    results = ranks(train_with_offers, placement=[0, 1], first=first, refused_by_one=refused, better=better)
-    (versions, gradients, complaint), (versions1, gradients1, complaint1) = results
-    assert complaint == complaint1 == "rank 1: not with me"
-    assert versions == versions1, "every rank swaps at the same step"
-    assert versions[:9] == [1] * 9
-    assert versions[-1] == 2
-    _, (plain,) = cases.plain(2, 4)
-    for before, after in zip(gradients, gradients1, strict=True):
-        np.testing.assert_equal(before | after, plain)
 
 
 def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:

@@ -66,29 +66,23 @@ def trained(way: str, schedules: Sequence[Schedule]) -> tuple[float, float]:
     hosted = {1: momentum} if way == "host optimizers" else None
     theirs = momentum([p for module in plain for p in module.parameters()])
     optimizer = momentum([p for s, module in enumerate(ours) if s not in (hosted or ()) for p in module.parameters()])
-    losses: list[tuple[float, float]] = []
+    batches, losses = cases.batches(len(schedules), m), list[float]()
     with Pipeline(dict(enumerate(ours)), placement, cases.loss_fn, m, host_optimizers=hosted) as pipe:
-        for step, schedule in enumerate(schedules):
-            inputs, targets = cases.batch(step, m)
+        for schedule, data in zip(schedules, batches, strict=True):
             pipe.load(schedule)
             optimizer.zero_grad()
-            theirs.zero_grad()
             with inside():
-                found = pipe.step(inputs, targets).losses or []
-                outputs = [plain[1](plain[0](x)) for x in inputs.chunk(m)]
-                expected = [cases.loss_fn(y, target) for y, target in zip(outputs, targets.chunk(m), strict=True)]
-            for loss in expected:
-                torch.autograd.backward(loss / m)
-            losses += [(a, float(b)) for a, b in zip(found, expected, strict=True)]
+                losses += pipe.step(*data).losses or []
             optimizer.step()
-            theirs.step()
         pipe.synchronize()
         after = replicas.parameters(dict(enumerate(ours)))
+    with inside():
+        expected = [loss for step in cases.plain_training(plain, batches, m, theirs) for loss in step.losses]
     right, before = (replicas.parameters(dict(enumerate(modules))) for modules in (plain, begun))
     changed = max(float(abs(right[name] - before[name]).max()) for name in right)
     names = dict(zip(right, after, strict=True))  # a compiled module adds to its parameters' names
     off = max(float(abs(after[names[name]] - right[name]).max()) for name in right)
-    return max(abs(a - b) / abs(b) for a, b in losses), off / changed
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)), off / changed
 
 
 class Measured(NamedTuple):

@@ -17,7 +17,6 @@ from support.examples import examples
 from support.fakes.cuda import CPU, Event, Races, Stream
 from support.problems.strategies import schedules
 from support.ranks import cases
-from support.ranks.cases import train_as_plain
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -93,15 +92,6 @@ def test_at_most_two_messages_are_under_way(ranks: Ranks, part_of: int) -> None:
         certified = plan.message_peak(lambda message: MESSAGE_BYTES)
         assert report.buffer_peak_bytes == report.buffer_certified_bytes == certified
     assert first.buffer_peak_bytes < 6 * MESSAGE_BYTES
-
-
-@settings(max_examples=examples(5))
-@given(st.data(), st.sampled_from([[0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0], [2, 0, 3, 1, 0, 2]]))
-def test_four_ranks_hold_in_any_valid_schedule_what_the_plan_says(
-    four_ranks: Ranks, data: Any, placement: list[int]
-) -> None:
-    schedule = data.draw(schedules(cases.problem(placement, 3)))
-    train_as_plain(four_ranks, [schedule], exact=False)
 
 
 def test_what_messages_may_hold_is_set_aside() -> None:
