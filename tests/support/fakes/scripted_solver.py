@@ -10,6 +10,7 @@ from optpipe import Problem, Schedule
 from optpipe.process.protocol import (
     Bound,
     End,
+    Frame,
     Incumbent,
     Infeasible,
     Note,
@@ -19,6 +20,8 @@ from optpipe.process.protocol import (
     read_request,
     write_frame,
 )
+
+ENDS = {"crash": 7, "crash at once": 7, "half a frame": 0}
 
 
 def one_at_a_time(problem: Problem) -> Schedule:
@@ -37,67 +40,44 @@ def _by(problem: Problem, steps: list[str]) -> Schedule:
 
 def main() -> None:
     request = read_request()
-
-    def found(schedule: Schedule, method: str) -> None:
-        write_frame(Incumbent(method=method, schedule=Programs.from_schedule(schedule)))
-
-    slow, fast = one_at_a_time(request.problem), all_forwards_first(request.problem)
-    if request.method == "good":
-        found(slow, "slow")
-        write_frame(Bound(method="b", lower_bound_ms=1.0))
-        found(fast, "fast")
-        write_frame(Bound(method="b", lower_bound_ms=fast.makespan_ms))
-    elif request.method == "worse":
-        found(fast, "fast")
-        found(slow, "slow")
-    elif request.method == "infeasible":
-        write_frame(Infeasible(reason="device 0 needs 2 bytes and has 1"))
-    elif request.method == "unknown":
-        write_frame(Refused(reason="method = 'unknown': the methods are good and worse"))
-        return
-    elif request.method == "invalid":
-        found(slow, "slow")
-        found(Schedule.parse(request.problem, [["0F0"], []]), "liar")
-        write_frame(Note(text="still here"))
-    elif request.method == "crash":
-        found(slow, "slow")
+    method = request.method
+    schedules = {"slow": one_at_a_time(request.problem), "fast": all_forwards_first(request.problem)}
+    found = {name: Incumbent(method=name, schedule=Programs.from_schedule(each)) for name, each in schedules.items()}
+    slow, fast = found["slow"], found["fast"]
+    window = Note(text="milp: 1 window", method="milp", ongoing=True)
+    frames: dict[str, list[Frame]] = {
+        "good": [
+            slow,
+            Bound(method="b", lower_bound_ms=1.0),
+            fast,
+            Bound(method="b", lower_bound_ms=schedules["fast"].makespan_ms),
+        ],
+        "worse": [fast, slow],
+        "infeasible": [Infeasible(reason="device 0 needs 2 bytes and has 1")],
+        "unknown": [Refused(reason="method = 'unknown': the methods are good and worse")],
+        "invalid": [slow, Incumbent(method="liar", schedule=Programs(programs=("0F0", ""))), Note(text="still here")],
+        "ongoing": [window, Note(text="milp: 2 windows", method="milp", ongoing=True), slow],
+        "reports": [window, Note(text="milp: 3 windows", method="milp"), Note(text="something else"), slow],
+        **dict.fromkeys(("crash", "garbage", "half a frame", "close", "sleep"), [slow]),
+    }
+    if request.warm_start is not None:
+        frames["echo"] = [Incumbent(method="echo", schedule=request.warm_start)]
+    for frame in frames.get(method, []):
+        write_frame(frame)
+    if method == "crash":
         print("something broke", file=sys.stderr)
-        os._exit(7)
-    elif request.method == "crash at once":
-        os._exit(7)
-    elif request.method == "garbage":
-        found(slow, "slow")
-        output().write(b'{"type": "incumbent"}\n')
-        output().flush()
-    elif request.method == "half a frame":
-        found(slow, "slow")
-        output().write(b'{"type": "bou')
-        output().flush()
-        os._exit(0)
-    elif request.method == "close":
-        found(slow, "slow")
-        os.close(output().fileno())
-        time.sleep(60)
-    elif request.method == "sleep":
-        found(slow, "slow")
+    if method == "sleep":
         print(os.getpid(), file=sys.stderr)
+    output().write({"garbage": b'{"type": "incumbent"}\n', "half a frame": b'{"type": "bou'}.get(method, b""))
+    output().flush()
+    if method in ENDS:
+        os._exit(ENDS[method])
+    if method == "close":
+        os.close(output().fileno())
+    if method in ("close", "sleep", "ongoing", "silent"):
         time.sleep(60)
-    elif request.method == "ongoing":
-        write_frame(Note(text="milp: 1 window", method="milp", ongoing=True))
-        write_frame(Note(text="milp: 2 windows", method="milp", ongoing=True))
-        found(slow, "slow")
-        time.sleep(60)
-    elif request.method == "reports":
-        write_frame(Note(text="milp: 1 window", method="milp", ongoing=True))
-        write_frame(Note(text="milp: 3 windows", method="milp"))
-        write_frame(Note(text="something else"))
-        found(slow, "slow")
-    elif request.method == "silent":
-        time.sleep(60)
-    elif request.method == "echo":
-        assert request.warm_start is not None
-        found(request.warm_start.schedule(request.problem, ""), "echo")
-    write_frame(End())
+    if method != "unknown":
+        write_frame(End())
 
 
 if __name__ == "__main__":
