@@ -58,7 +58,7 @@ def main() -> None:
         "invalid": [slow, Incumbent(method="liar", schedule=Programs(programs=("0F0", ""))), Note(text="still here")],
         "ongoing": [window, Note(text="milp: 2 windows", method="milp", ongoing=True), slow],
         "reports": [window, Note(text="milp: 3 windows", method="milp"), Note(text="something else"), slow],
-        **dict.fromkeys(("crash", "garbage", "half a frame", "close", "sleep"), [slow]),
+        **{name: [slow] for name in ("crash", "garbage", "half a frame", "close", "sleep")},
     }
     if request.warm_start is not None:
         frames["echo"] = [Incumbent(method="echo", schedule=request.warm_start)]
