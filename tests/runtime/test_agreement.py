@@ -16,7 +16,6 @@ from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 
@@ -137,11 +136,8 @@ def apart(schedule: Schedule, method: str) -> str:
     rank, x = torch.distributed.get_rank(), torch.zeros(2, WIDTH)
     with cases.pipeline({rank: nn.Linear(WIDTH, WIDTH)}, schedule, mse_loss) as pipe:
         pipe.step(x, x)
-        try:
-            pipe.step(x, x) if rank else getattr(pipe, method)(*[x, x] if method == "evaluate" else [1.0])
-        except OptPipeError as error:
-            return str(error)
-    return ""
+        arguments = [x, x] if rank or method == "evaluate" else [1.0]
+        return "".join(cases.refusals(lambda: getattr(pipe, "step" if rank else method)(*arguments)))
 
 
 SCHEDULE = Schedule.parse(cases.problem([0, 1], 2), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -85,20 +85,15 @@ def trained(way: str, schedules: Sequence[Schedule]) -> tuple[float, float]:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)), off / changed
 
 
-class Measured(NamedTuple):
-    transfer_mode: str
-    budget: int
-    times_ms: list[float]
-
-
-def profiled(microbatches: int) -> Measured:
+def profiled(microbatches: int) -> tuple[str, int, list[float]]:
+    """By default arguments, on CUDA without a budget: the transfer mode, the budget, and times in ms."""
     with Pipeline(dict(enumerate(cases.make_stages(2))), [0, 0], cases.loss_fn, microbatches) as pipe:
         problem = pipe.profile(
             *cases.batch(0, microbatches), activation_budget_bytes=None if ON_CUDA else 10**9, repeats=3
         )
         stage = problem.stages[0]
     times = [stage.forward_ms, stage.backward_input_ms, stage.offload_ms or 0.0, stage.reload_ms or 0.0]
-    return Measured(problem.transfer_mode, problem.devices[0].activation_budget_bytes, times)
+    return problem.transfer_mode, problem.devices[0].activation_budget_bytes, times
 
 
 class Wide(nn.Module):
@@ -250,10 +245,9 @@ def test_a_drop_frees_what_a_reload_takes(rank: Ranks) -> None:
 
 
 def test_a_profile_by_default(rank: Ranks) -> None:
-    (found,) = rank(profiled, microbatches=M)
-    assert found.transfer_mode == ("full_duplex" if ON_CUDA else "half_duplex")
-    assert found.budget > 0
-    assert all(ms > 0 for ms in found.times_ms)
+    ((transfer_mode, *figures, times_ms),) = rank(profiled, microbatches=M)
+    assert transfer_mode == ("full_duplex" if ON_CUDA else "half_duplex")
+    assert min(*figures, *times_ms) > 0
 
 
 def little_and_much(ranks: int, microbatches: int = 8) -> list[Schedule]:

@@ -37,7 +37,6 @@ from support.ranks.swaps import failing, heard
 from support.ranks.worker import Ranks
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.steps import CostModel, StepRules, StepScheduler, assign, pack
 from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
@@ -126,27 +125,18 @@ def continued(taken: Sequence[Turn], budget: int, path: Path) -> tuple[list[list
     return losses, starts
 
 
-class Spread(NamedTuple):
-    """Of the rank with the first stage: the problem of a step, before and after it, and how it is spread; of the other
-    one, why it cannot tell."""
-
-    planned: Problem | None = None
-    problem: Problem | None = None
-    assigned: Sequence[Sequence[int]] = ()
-    packed: Sequence[Sequence[int]] = ()
-    refused: str = ""
-
-
-def spread(turn: Turn, budget: int) -> Spread:
+def spread(turn: Turn, budget: int) -> Any:
+    """A planned step; then its micro-batches, or each of them as a document, on two replicas: the problem of the step
+    before and after it, and how it is spread; on the rank without the first stage, why it cannot tell."""
     each = [{"squares": size.tokens * size.length, "tokens": size.tokens} for size in turn.sizes]  # in another order
     with planning(budget) as (train, _):
         train.step(**given_here(turn, 0))
         try:
             problem = train.problem(each)
         except InputError as error:
-            return Spread(refused=str(error))
+            return str(error)
         packing = pack(each, 2, {"tokens": 64}, train.problem, train.costs, 2)
-        return Spread(train.schedule.problem, problem, assign(problem, 2).microbatches, packing.documents)
+        return train.schedule.problem, problem, assign(problem, 2).microbatches, packing.documents
 
 
 class Scarce(NamedTuple):
@@ -243,10 +233,10 @@ def test_what_fits_in_no_order_is_told_before_the_step(ranks: Ranks) -> None:
 
 
 def test_what_a_training_has_learnt_spreads_a_batch(ranks: Ranks) -> None:
-    first, other = ranks(spread, turn=FIRST, budget=400_000)
-    assert first.problem == first.planned
-    assert sorted(sum(first.assigned, ())) == sorted(sum(first.packed, ())) == [0, 1, 2, 3]
-    assert other.refused == "problem was called on rank 1: rank 0 has the costs"
+    (planned, problem, assigned, packed), told = ranks(spread, turn=FIRST, budget=400_000)
+    assert problem == planned
+    assert sorted(sum(assigned, ())) == sorted(sum(packed, ())) == [0, 1, 2, 3]
+    assert told == "problem was called on rank 1: rank 0 has the costs"
 
 
 @pytest.mark.parametrize("times", [1, 2])

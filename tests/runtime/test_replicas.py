@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 
 
@@ -69,23 +69,20 @@ def bereft(schedule: Schedule, how: str) -> str:
 def refused(schedule: Schedule) -> list[str]:
     """What is told to who wraps a stage in a way that cannot work."""
     group, _, number, _ = place()
-    m, told = schedule.problem.microbatches, list[str]()
+    data = batch(0, schedule.problem.microbatches)
 
-    def attempt(module: nn.Module, **data: Tensor) -> None:
-        try:
-            with pipeline({number: module}, schedule, group=group) as pipe:
-                pipe.step(**data)
-        except InputError as error:
-            told.append(str(error))
+    def attempt(module: nn.Module, *data: Tensor) -> None:
+        with pipeline({number: module}, schedule, group=group) as pipe:
+            pipe.step(*data)
 
     torch.manual_seed(0)
-    attempt(DistributedDataParallel(nn.Linear(2, 2)))
-    attempt(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,))))
-    attempt(nn.Sequential(wrapped(nn.Linear(2, 2), "ddp")))
-    attempt(wrapped(nn.Linear(2, 2), "ddp", static_graph=True))
-    inputs, targets = batch(0, m)
-    attempt(wrapped(odd_stages()[number], "ddp"), inputs=inputs, targets=targets)
-    return told
+    return cases.refusals(
+        lambda: attempt(DistributedDataParallel(nn.Linear(2, 2))),
+        lambda: attempt(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))),
+        lambda: attempt(nn.Sequential(wrapped(nn.Linear(2, 2), "ddp"))),
+        lambda: attempt(wrapped(nn.Linear(2, 2), "ddp", static_graph=True)),
+        lambda: attempt(wrapped(odd_stages()[number], "ddp"), *data),
+    )
 
 
 WRAPPERS = {

@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from optpipe.errors import InputError, ScheduleError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.stage.io import LossFn
@@ -185,26 +184,23 @@ def refused() -> list[str]:
     """What is told to who names the wrong ranks as inner peers, or none."""
     stage, peer = dist.get_rank() // 2, dist.get_rank() % 2
     pipe, tensor = mesh()["pipe"], mesh()["tensor"]
-    told = []
+    group, limit = pipe.get_group(), 1000 if (stage, peer) == (1, 1) else None
 
     def attempt(module: nn.Module, group: Any, inner: Any, limit: int | None = None) -> None:
-        try:
-            with Pipeline({stage: module}, [0, 1], loss_fn, 4, limit, group=group, inner=inner) as pipeline:
-                pipeline.load(Schedule.parse(problem((0, 1), 4), ONE_F_ONE_B))
-                pipeline.step(*batch(0, 4))
-                pipeline.load(Schedule.parse(problem((0, 1), 4), OFFLOADED))
-        except (InputError, ScheduleError) as error:
-            told.append(str(error))
+        with Pipeline({stage: module}, [0, 1], loss_fn, 4, limit, group=group, inner=inner) as pipeline:
+            pipeline.load(Schedule.parse(problem((0, 1), 4), ONE_F_ONE_B))
+            pipeline.step(*batch(0, 4))
+            pipeline.load(Schedule.parse(problem((0, 1), 4), OFFLOADED))
 
-    attempt(parallel(make_stages()[stage], tensor), pipe.get_group(), None)
-    attempt(Marked(tensor), pipe.get_group(), None)
-    attempt(nn.SyncBatchNorm(4), pipe.get_group(), tensor)
-    attempt(Marked(None), pipe.get_group(), "tensor")
-    attempt(Marked(None), pipe.get_group(), pipe)
-    attempt(Marked(None), None, tensor)
-    limit = 1000 if (stage, peer) == (1, 1) else None
-    attempt(parallel(make_stages()[stage], tensor), pipe.get_group(), tensor, limit)
-    return told
+    return cases.refusals(
+        lambda: attempt(parallel(make_stages()[stage], tensor), group, None),
+        lambda: attempt(Marked(tensor), group, None),
+        lambda: attempt(nn.SyncBatchNorm(4), group, tensor),
+        lambda: attempt(Marked(None), group, "tensor"),
+        lambda: attempt(Marked(None), group, pipe),
+        lambda: attempt(Marked(None), None, tensor),
+        lambda: attempt(parallel(make_stages()[stage], tensor), group, tensor, limit),
+    )
 
 
 def tied(programs: Sequence[Sequence[str]]) -> tuple[Gradients, float, Gradients, float]:

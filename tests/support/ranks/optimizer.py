@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
@@ -128,7 +127,7 @@ def load_between_steps(schedule: Schedule) -> tuple[float, str, bool]:
     moment."""
     training = Training(Layout.from_problem(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=0.0))
     ours = next(iter(training.pipe.host_optimizers))
-    module, told = training.modules[ours], ""
+    module = training.modules[ours]
     with training.pipe as pipe:
         training.step(0, schedule)
         pipe.synchronize()
@@ -141,10 +140,7 @@ def load_between_steps(schedule: Schedule) -> tuple[float, str, bool]:
         training.step(2, schedule)
         with torch.no_grad():
             next(module.parameters()).zero_()
-        try:
-            pipe.synchronize()
-        except OptPipeError as error:
-            told = str(error)
+        (told,) = refusals(pipe.synchronize)
     return away, told, evaluated
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from optpipe.errors import InputError
 from optpipe_runtime import record_trace
 from optpipe_runtime.in_torch import traces
+from support.ranks import cases
 from support.ranks.device import device
 
 SHAPE = (8, 16)  # of a micro-batch
@@ -108,13 +109,8 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[str]:
 
 def refusals(case: Case, folder: Path, a_file: Path) -> list[str]:
     schedule, _ = prepared(case)
-    said = []
-    for options in ({"folder": folder, "steps": 0}, {"folder": a_file}, {"folder": folder}, {"folder": folder}):
-        try:
-            record_trace(schedule, **options)
-        except InputError as error:
-            said.append(str(error))
-    return said
+    options = ({"folder": folder, "steps": 0}, {"folder": a_file}, {"folder": folder}, {"folder": folder})
+    return cases.refusals(*(partial(record_trace, schedule, **each) for each in options))
 
 
 def compare_clocks(ahead_ms: float) -> traces.Ahead:
