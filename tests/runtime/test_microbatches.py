@@ -105,16 +105,20 @@ def test_replicas_have_micro_batches_of_their_own(four_ranks: Ranks, how: str) -
             require_equal([[rank[step]] for rank in ranks], [Expected(part, gradients, evaluated)], 10**6)
 
 
-def continued(taken: Sequence[Turn], budget: int, path: Path) -> tuple[list[list[float]], list[list[StepRules]]]:
+def continued(
+    taken: Sequence[Turn], budget: int, path: Path, hosted: bool = False
+) -> tuple[list[list[float]], list[list[StepRules]]]:
     """Planned steps on two ranks, by the costs of an earlier training, if there are some: the losses, and on the rank
-    that plans from which rules the search for each step started."""
+    that plans from which rules the search for each step started. `hosted`: that of the last stage
+    is updated on the host."""
     losses = []
+    hosts = {1: lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)} if hosted else {}
     costs = CostModel.load(path) if path.exists() else None
     with (
-        planning(budget, costs=costs) as (train, modules),
+        planning(budget, costs=costs, host_optimizers=hosts) as (train, modules),
         patch.object(StepScheduler, "plan", autospec=True, side_effect=StepScheduler.plan) as plan,
     ):
-        optimizer = sgd(*modules.values())
+        optimizer = sgd(*(module for s, module in modules.items() if s not in hosts))
         for seed, turn in enumerate(taken):
             optimizer.zero_grad()
             losses.append(train.step(**given_here(turn, seed)).losses or [])
@@ -167,17 +171,6 @@ def scarce(turn: Turn, budget: int, times: int) -> Scarce:
             report = train.step(**given_here(turn, 0))
         programs = tuple(" ".join(map(str, program.ops())) for program in train.schedule.programs)
         return Scarce(report.losses or [], numbers(modules), told, list(logged), programs)
-
-
-def hosted(taken: Sequence[Turn], budget: int) -> list[list[float]]:
-    hosts = {1: lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)}
-    with planning(budget, host_optimizers=hosts) as (train, modules):
-        on_device, losses = sgd(*(module for s, module in modules.items() if s == 0)), []
-        for seed, turn in enumerate(taken):
-            on_device.zero_grad()
-            losses.append(train.step(**given_here(turn, seed)).losses or [])
-            on_device.step()
-    return losses
 
 
 def misused(wrong: str) -> str:
@@ -254,8 +247,8 @@ def test_a_step_that_runs_out_of_memory_runs_again_one_micro_batch_at_a_time(ran
     assert (first.programs[1] == last.programs[1] == alone) == (times == 1)
 
 
-def test_an_optimizer_on_the_host_updates_in_planned_steps(ranks: Ranks) -> None:
-    _, losses = ranks(hosted, taken=COUNTS, budget=400_000)
+def test_an_optimizer_on_the_host_updates_in_planned_steps(ranks: Ranks, tmp_path: Path) -> None:
+    _, (losses, _) = ranks(continued, taken=COUNTS, budget=400_000, path=tmp_path / "costs.json", hosted=True)
     for found, expected in zip(losses, microbatches.plain(2, COUNTS), strict=True):
         assert found == pytest.approx(expected.losses, rel=1e-5)
 

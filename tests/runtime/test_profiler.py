@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
-from optpipe_runtime import Pipeline, StepReport
+from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.pipeline import step_runner
@@ -187,7 +187,9 @@ def test_ranks_that_share_a_link_measure_one_after_the_other(ranks: Ranks) -> No
 
 
 def test_the_loss_is_part_of_the_last_stage_of_each_route(ranks: Ranks) -> None:
-    measured, _ = ranks(two_routes, loss_s=0.1)
+    measured, other = ranks(two_routes, loss_s=0.1)
+    assert measured.problem == other.problem
+    assert Layout.from_problem(measured.problem) == Layout.make([0, 1, 0], 4, [[0, 1], [0, 1, 2]], [0, 1, 1, 1])
     first, both, last = (stage.forward_ms for stage in measured.problem.stages)
     assert last >= 100
     assert 25 <= both < 0.7 * last, "one of four micro-batches ends there"

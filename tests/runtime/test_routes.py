@@ -69,14 +69,7 @@ def train(schedule: Schedule) -> tuple[list[float], Gradients]:
     return report.losses or [], numbers(modules)
 
 
-def profiled(layout: Layout) -> Problem:
-    pipe, _ = make(layout)
-    with pipe:
-        return pipe.profile(*batch(layout.microbatches), activation_budget_bytes=10**9, repeats=1)
-
-
 M = 3
-BOTH_WAYS: dict[str, Any] = {"routes": [[0, 1], [2, 3]], "microbatch_routes": [0, 1, 0]}
 
 
 def mistied() -> list[str]:
@@ -117,15 +110,6 @@ def test_any_routes_give_the_same_sums(ranks: Ranks, data: Any) -> None:
     for rank, (ours, _) in enumerate(results):
         assert ours == [losses[j] for j in range(M) if layout.placement[layout.route(j)[-1]] == rank]
     require_close(joined(by_name for _, by_name in results), gradients)
-
-
-def test_a_pipeline_with_routes_is_profiled_with_them(ranks: Ranks) -> None:
-    layout = Layout.make([0, 1, 1, 0], M, **BOTH_WAYS)
-    problem, same = ranks(profiled, layout=layout)
-    assert problem == same
-    assert Layout.from_problem(problem) == layout
-    assert all(stage.activation_bytes > 0 and stage.forward_ms > 0 for stage in problem.stages)
-    assert problem.p2p_ms > 0
 
 
 def test_invalid_ties_are_refused(ranks: Ranks) -> None:

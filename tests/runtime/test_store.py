@@ -1,15 +1,14 @@
-"""Offloaded tensors really leave: weak references show freed storages, using an offloaded tensor raises, and reloaded
-bytes are the same. They leave the process, too: its own memory, as the kernel counts it, falls at D and grows at R."""
+"""Offloaded tensors really leave: weak references show freed storages, and using an offloaded tensor raises. They leave
+the process, too: its own memory, as the kernel counts it, falls at D and grows at R. That reloaded bytes are the same
+is in `test_odd_stages`."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import cases
@@ -28,59 +27,12 @@ CPU = torch.device("cpu")
 SHAPE = (2, cases.LENGTH, cases.WIDTH)
 
 
-@pytest.fixture
-def link(request: pytest.FixtureRequest) -> Iterator[Link]:
-    link = Link(CPU, getattr(request, "param", True))
-    yield link
-    link.close()
-
-
-def make(module: nn.Module, link: Link, parts: int = 1, limit: int | None = None) -> tuple[StageRunner, HostPool]:
-    pool = HostPool(CPU, limit)
+def make(module: nn.Module, link: Link) -> tuple[StageRunner, HostPool]:
+    pool = HostPool(CPU)
     stage = StageRunner(0, module, CPU, link, pool)
     learn(stage, (torch.zeros(SHAPE, requires_grad=True),))
-    stage.start_step((), parts)
+    stage.start_step((), 1)
     return stage, pool
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
-
-
-@pytest.mark.parametrize("link", [False, True], ids=["half duplex", "full duplex"], indirect=True)
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("split", [True, False])
-def test_offload_and_reload_change_no_bit(link: Link, parts: int, split: bool) -> None:
-    torch.manual_seed(1)
-    module, x, dy = cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
-    plain = x.clone().requires_grad_()
-    torch.autograd.backward(module(plain), dy)
-    expected = gradients(module)
-    assert plain.grad is not None
-    module.zero_grad()
-
-    stage, pool = make(module, link, parts)
-    for microbatch in range(3):  # slots are used again
-        module.zero_grad()
-        stage.forward(microbatch, (x.clone(),))
-        held = stage.held_bytes(microbatch)
-        for part in range(parts):
-            stage.offload(microbatch, part)
-        for part in range(parts):
-            before = stage.held_bytes(microbatch)
-            stage.drop(microbatch, part)
-            assert stage.held_bytes(microbatch) < before, "a dropped part frees its storages"
-        assert stage.held_bytes(microbatch) < 0.1 * held
-        for part in range(parts):
-            stage.reload(microbatch, part)
-        assert stage.held_bytes(microbatch) == held
-        (dx,) = stage.backward(microbatch, (dy,), split)
-        if split:
-            stage.weight(microbatch)
-        assert stage.held_bytes(microbatch) == 0
-        assert torch.equal(dx, plain.grad)
-        assert all(map(torch.equal, gradients(module), expected))
-    assert pool.peak_bytes == sum(map(pool.size, stage.part_bytes(parts)))
 
 
 @pytest.mark.parametrize("module", [nn.Linear(cases.WIDTH, cases.WIDTH), nn.Flatten()])
