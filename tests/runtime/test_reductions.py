@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.close import require_close
 from support.problems.units import units
 from support.ranks import cases, inner, reductions
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, problem, refusals, sgd
+from support.ranks.cases import Gradients, batch, loss_fn, make_stages, problem, refusals, sgd
 from support.ranks.programs import V_SHAPED, programs
 from support.ranks.reductions import MIXED, Ran, Turn
 from support.ranks.replicas import gradients, parameters, place, wrapped
@@ -236,18 +236,10 @@ def certified(rank: int, whole: int) -> int:
     return sum(sizes) + max(sum(sizes[i - k] for k in range(whole)) for i in range(len(sizes)))
 
 
-def trained(ranks: Ranks, own: list[list[Schedule]], turns: list[Turn], whole: int | None, **options: Any) -> list[Ran]:
-    """By schedules of each replica, profiled before."""
-    return ranks(  # type: ignore[return-value]
-        reductions.trained,
-        schedules=own,
-        turns=turns,
-        how="fsdp",
-        trace=True,
-        profiles=True,
-        whole_gradients=whole,
-        **options,
-    )
+def trained(ranks: Ranks, own: list[list[Schedule]], turns: list[Turn]) -> list[Ran]:
+    """By schedules of each replica, profiled before, with two whole gradients."""
+    how = {"how": "fsdp", "trace": True, "profiles": True, "whole_gradients": 2}
+    return ranks(reductions.trained, schedules=own, turns=turns, **how)  # type: ignore[arg-type]
 
 
 def whole(results: list[Ran], replica: int, step: int) -> Gradients:
@@ -258,7 +250,7 @@ def test_gradients_are_bitwise_those_of_sums_in_this_order_and_few_are_whole(fou
     """The backward of micro-batch 1 in the middle stage waits for the reduction of the deepest stage's first window:
     were it later, this never ended."""
     turns = [Turn(load=0), Turn(awaits=[("2B1", "ended 4")]), Turn(awaits=[("3B1", "ended 5")])]
-    results = trained(four_ranks, [[zero2()]] * 2, turns, 2)
+    results = trained(four_ranks, [[zero2()]] * 2, turns)
     expected, last = plain(STAGES, MICROBATCHES, 3, WINDOW)
     for rank, ran in enumerate(results):
         for step in range(3):
@@ -272,37 +264,11 @@ def test_gradients_are_bitwise_those_of_sums_in_this_order_and_few_are_whole(fou
         np.testing.assert_equal(both, last)
 
 
-def test_clipped_trainings_are_those_that_reduce_once(four_ranks: Ranks) -> None:
-    """Sums have another order, so numbers are equal to rounding. One whole gradient at a time, and a step that must be
-    undone on one replica, because its shapes have changed."""
-    turns = [Turn(load=0), Turn(length=LENGTH // 2), Turn(length=LENGTH // 2), Turn()]
-    found, once = (trained(four_ranks, [[zero2()]] * 2, turns, count, max_norm=0.1) for count in (1, None))
-    for rank, (ran, expected) in enumerate(zip(found, once, strict=True)):
-        for step in range(len(turns)):
-            assert ran.norms[step] == pytest.approx(expected.norms[step], rel=1e-5)
-            assert ran.norms[step] > 0.1
-            require_close(ran.gradients[step], expected.gradients[step])
-            assert len(ran.reduced(step)) == 2 * len(expected.reduced(step))
-            assert ran.gathered[step] == (certified(rank, 1),) * 2
-            assert expected.gathered[step] == (certified(rank, 3),) * 2
-        require_close(ran.parameters, expected.parameters)
-
-
-def test_what_fsdp_puts_aside_in_another_type_leaves_with_its_window(four_ranks: Ranks) -> None:
-    turns = [Turn(load=0), Turn()]
-    found, once = (trained(four_ranks, [[zero2()]] * 2, turns, count, **MIXED) for count in (1, None))
-    for ran, expected in zip(found, once, strict=True):
-        for step in range(len(turns)):
-            require_close(ran.gradients[step], expected.gradients[step], 0.02, 1e-3)
-            peak, most = ran.gathered[step]
-            assert peak <= most < expected.gathered[step][1]
-
-
 def test_replicas_that_run_different_schedules_reduce_once(four_ranks: Ranks) -> None:
     """And in windows again when they run the same one."""
     turns = [Turn(load=0), Turn(load=1), Turn(), Turn(load=2), Turn(load=0)]
     own = [[zero2(), zero2(), chronos()], [zero2(), chronos(), chronos()]]
-    results = trained(four_ranks, own, turns, 2)
+    results = trained(four_ranks, own, turns)
     for rank, ran in enumerate(results):
         counts = [len(ran.reduced(step)) for step in range(len(turns))]
         assert counts[1] == counts[2] == 3

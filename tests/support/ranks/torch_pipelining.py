@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _ComputationType, _PipelineScheduleRuntime
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +25,8 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, name_ranges, torch_schedule
 from optpipe_runtime.memory.activation import StorageRef, storage_key
 from optpipe_runtime.memory.host_memory import PAGE
-from support.ranks.cases import Gradients, batch, loss_fn, own
+from support.ranks.cases import batch, loss_fn, own
+from support.ranks.replicas import gradients
 from support.ranks.systems import Outcome, model
 
 WAITS = hasattr(_ComputationType, "WAIT_SEND_F")  # torch 2.15 wants waits among the messages
@@ -84,7 +84,7 @@ def step(file: Rows, mesh: DeviceMesh | None = None) -> tuple[Outcome, str]:
     written = file.path.with_suffix(f".{dist.get_rank()}")
     runtime._dump_csv(str(written), format=file.form)
     found = {j: loss.item() for j, loss in enumerate(losses)}
-    return Outcome(found, _gradients(modules)), written.read_text()
+    return Outcome(found, gradients(modules)), written.read_text()
 
 
 def traced(file: Rows, steps: int) -> Path:
@@ -119,15 +119,6 @@ def traced_by(name: str, plan: str, path: Path, named: bool = False) -> Path:
     return path
 
 
-def _gradients(modules: dict[int, nn.Module]) -> Gradients:
-    return {
-        f"{s}.{name}": (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).numpy().copy()
-        for s, module in modules.items()
-        for name, p in module.named_parameters()
-        if p.grad is not None
-    }
-
-
 class Offloaded(NamedTuple):
     """The second step by `torch_schedule` on one rank."""
 
@@ -156,7 +147,7 @@ def _offloaded(schedule: Schedule) -> Offloaded:
             take_step(runtime.step, modules, count, batch(0, m), losses=losses, return_outputs=False)
     runtime.close()
     return Offloaded(
-        Outcome({j: loss.item() for j, loss in enumerate(losses)}, _gradients(modules)),
+        Outcome({j: loss.item() for j, loss in enumerate(losses)}, gradients(modules)),
         runtime.peak_bytes,
         runtime.certified_bytes,
         runtime.activation_bytes,
