@@ -94,8 +94,7 @@ WIDTH = 8
 
 
 def again(schedule: Schedule, times: int) -> list[int]:
-    """Connections and other files that are open after each of so many pipelines; half of them end while another is
-    there."""
+    """Files that are open after each of so many pipelines; half of these end while another is there."""
     rank, x, found = torch.distributed.get_rank(), torch.zeros(2, WIDTH), []
     for _ in range(times // 2):
         with cases.pipeline({rank: nn.Linear(WIDTH, WIDTH)}, schedule, mse_loss) as pipe:

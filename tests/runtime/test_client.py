@@ -79,8 +79,7 @@ def test_a_service_that_comes_goes_and_comes_back(
 
 
 def test_a_search_goes_on_with_new_costs(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    """It is the same job, from its best; what runs is the best that is known for the new costs, too, so nothing is
-    offered."""
+    """It is the same job, from its best, which is what runs: nothing is offered."""
     with running(settings) as (url, _), ScheduleClient(url, chain(), method="hang") as client:
         first = until(client.poll)
         assert not client.ended

@@ -29,8 +29,7 @@ SOME = Offer(1, gpipe(chain()), "a1", 1)
 
 
 def test_no_call_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stands still from here to the end of the test, in the middle of a check: who waited for it would wait
-    forever."""
+    """It stands still in the middle of a check to the end of the test: a wait for it would never end."""
     reached, over = threading.Event(), threading.Event()
 
     def stands(*_: Any) -> None:

@@ -199,8 +199,7 @@ def test_a_retry_is_the_same_submission() -> None:
 
 
 def test_events_continue_where_they_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The stream breaks after each event, and what was told already is told again: each incumbent is fetched once, in
-    order."""
+    """After each break they are told again from the last one: each incumbent is fetched once, in order."""
 
     def events(asked: Asked) -> Answer:
         after = int(asked.headers["Last-Event-ID"])

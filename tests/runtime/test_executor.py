@@ -98,8 +98,7 @@ def test_same_bits_as_plain_autograd(ranks: Ranks) -> None:
 
 
 def test_evicted_bytes_are_on_the_peer(ranks: Ranks) -> None:
-    """Three of the first rank's activations at once without eviction; with it two at most, the others beside the peer's
-    own."""
+    """Without eviction rank 0 has three activations at once; with it two, the others beside the peer's own."""
     problem: Problem = ranks(cases.measure, placement=[0, 1], microbatches=4, offload_parts=1, peers=[1, None])[0]
     stays = [[text for text in program if text[1] not in "EDLAV"] for program in BPIPE]
     evicting, plain = Schedule.parse(problem, BPIPE), Schedule.parse(problem, stays)

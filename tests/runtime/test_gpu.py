@@ -97,8 +97,7 @@ def profiled(microbatches: int) -> tuple[str, int, list[float]]:
 
 
 class Wide(nn.Module):
-    """Saves three results of its input's size, and the loss a fourth: 16 MiB each on CUDA, enough to run out of memory
-    by them."""
+    """Saves three results of its input's size, and the loss a fourth: 16 MiB each on CUDA."""
 
     ROWS, WIDTH = 4096 if ON_CUDA else 64, 1024
     NBYTES = 4 * ROWS * WIDTH

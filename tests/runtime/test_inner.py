@@ -55,8 +55,7 @@ def close(found: Gradients, expected: Gradients) -> None:
 
 
 def test_tensor_parallel_stages_train_as_one_process(four_ranks: Ranks) -> None:
-    """By every kind of schedule, through a swap, with norms over all parts; one schedule for all peers, although each
-    peer loads and offers its own."""
+    """By every kind of schedule, through a swap; one for all peers, although each loads and offers its own."""
     programs = [ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED]
     ranks = four_ranks(inner.trained, microbatches=4, programs=programs, better=2)
     trained = len(ranks[0].versions)

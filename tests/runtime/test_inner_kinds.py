@@ -82,8 +82,7 @@ def make_stages(kind: str, ranks: DeviceMesh | None = None) -> list[nn.Module]:
 
 
 def uneven(kind: str, microbatches: int) -> tuple[Tensor, Tensor]:
-    """A batch. In the first stage with experts each gets half of the tokens of the first micro-batch, and the first one
-    all of the last."""
+    """With experts each first gets half of the tokens of the first micro-batch, and one all of the last."""
     inputs, targets = batch(0, microbatches)
     if kind == "experts":
         embedding, experts = make_stages(kind)[0].children()
@@ -139,8 +138,7 @@ def test_other_collectives_inside_a_stage(four_ranks: Ranks, kind: str) -> None:
 
 
 class Sliced(nn.Module):
-    """A linear layer of which each rank of a group has some of the outputs, as Megatron-LM divides it, by plain
-    parameters."""
+    """A linear layer of which each rank has some of the outputs, as Megatron-LM's, by plain parameters."""
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup, marked: bool) -> None:
         super().__init__()

@@ -33,8 +33,7 @@ KEEPS = ["cheap", "selective", "full"]
 
 
 class Way(NamedTuple):
-    """What becomes of one activation: the number of its level, None if it is not recomputed; and whether what is kept
-    of it leaves."""
+    """Of one activation: the number of its level, None if it is kept; and whether what is kept leaves."""
 
     level: int | None = None
     leaves: bool = False

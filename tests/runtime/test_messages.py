@@ -57,8 +57,7 @@ class Sends(nn.Module):
 
 
 def burst(schedule: Schedule, part_of: int) -> tuple[list[int], int, StepReport]:
-    """A step in which the second rank is slower than the first. How many messages were there at each forward and after
-    the step."""
+    """The second rank is slower than the first: how many messages there are at each forward and at the end."""
     rank, m = dist.get_rank(), schedule.problem.microbatches
     stage = Sends(part_of, takes_s=0.01 * rank)
     x = torch.ones(m * ROWS, WIDTH)
@@ -121,8 +120,7 @@ class Move:
 
 
 class Pair:
-    """The process group of a pair of ranks: a stream of its own, on which each message follows what was computed when
-    it was issued."""
+    """The process group of two ranks: a stream, on which a message follows what was computed before it."""
 
     def __init__(self, move: Callable[[Stream], Any]) -> None:
         self._stream, self._move, self._wire = Stream(), move, torch.empty(4)

@@ -35,8 +35,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @settings(max_examples=examples(2))
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0]]))
 def test_no_step_allocates(ranks: Ranks, data: Any, placement: list[int]) -> None:
-    """Of ten steps by four schedules none allocates, not even the first, before which nothing was known of sizes; what
-    is used is what was reserved."""
+    """Not even the first of ten, before which no sizes are known; what is used is what was reserved."""
     problem = cases.problem(placement, 3, offload_parts=2)
     chosen: list[Schedule] = [data.draw(schedules(problem)) for _ in range(4)]
     for allocated, used, reserved in ranks(links.allocations, schedules=chosen, steps=10):
@@ -62,8 +61,7 @@ def test_copies_across_pages_lose_nothing() -> None:
 
 
 class Driver:
-    """Plays the part of CUDA's runtime; that it does what it says is not measured. `result` is what locking returns, 0
-    for success."""
+    """Plays CUDA's runtime; that this does what it says is not measured. `result` of locking: 0 for success."""
 
     def __init__(self, patch: pytest.MonkeyPatch, result: int = 0) -> None:
         self.told: list[Any] = []

@@ -107,8 +107,7 @@ def profiled(placement: Sequence[int], microbatches: int, **options: Any) -> tup
 
 
 def one_at_a_time(stage: int, microbatches: int, parts: int, recompute: bool = False) -> list[str]:
-    """All forwards of a stage, each offloaded in `parts` parts and dropped, then all backwards, each after a
-    recompute."""
+    """All forwards of a stage, each offloaded in `parts` parts, then all backwards, each after a recompute."""
     away = [[f"{stage}{kind}{j}.{k}" for kind in "ODR" for k in range(parts)] for j in range(microbatches)]
     first = [op for j in range(microbatches) for op in (f"{stage}F{j}", *away[j][: 2 * parts])]
     again = [[f"{stage}C{j}"] if recompute else away[j][2 * parts :] for j in range(microbatches)]

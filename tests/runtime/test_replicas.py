@@ -25,8 +25,7 @@ from optpipe.schedule import Schedule
 
 
 def hooked(schedule: Schedule, steps: int) -> tuple[list[int], int]:
-    """With a communication hook on DDP, which sets gradients to one: how many numbers it saw, each time; and how many
-    there are."""
+    """With a communication hook that sets gradients to one: the numbers that it saw, and how many there are."""
     here, m = place(), schedule.problem.microbatches
     (module,) = here.stages([0, 1], "ddp").values()
     seen: list[int] = []

@@ -255,8 +255,7 @@ def test_a_compiled_module(whole: bool, fullgraph: bool, link: Link) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_compiled_layers(link: Link) -> None:
-    """Outputs and input gradients are to the bit those of the same compiled layers in a plain run, and only gradients
-    of norms come at B."""
+    """To the bit as the same compiled layers in a plain run; only gradients of norms come at B."""
     torch._dynamo.reset()
     module = nn.Sequential(Block(), Block())
     plain = copy.deepcopy(module)

@@ -127,8 +127,7 @@ def gpipe(placement: list[int], m: int) -> Schedule:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_checkpoint_is_resumed(ranks: Ranks, four_ranks: Ranks, tmp_path: Path, dropout: float) -> None:
-    """Two ranks train, save and go on; these and, without random numbers, four ranks resume: the same bits in every
-    loss and parameter afterwards."""
+    """Two ranks train, save and go on; these and, without random numbers, four resume, to the bit."""
     two, four = gpipe([0, 1, 1, 0], 2), gpipe([0, 1, 2, 3], 2)
     ranks(checkpointed, schedule=two, steps=range(2), folder=tmp_path, save=True, dropout=dropout)
     whole = ranks(checkpointed, schedule=two, steps=range(4), dropout=dropout)

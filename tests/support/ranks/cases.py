@@ -66,8 +66,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | None] = (), **stage: Any) -> Problem:
-    """Costs that only order the messages; offload and recompute are possible, and evictions from ranks that have a
-    peer."""
+    """Costs that only order messages; with offload, recompute, and evictions from ranks that have a peer."""
     peer = dict(enumerate(peers))
 
     def costs(rank: int) -> dict[str, Any]:

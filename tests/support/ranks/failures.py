@@ -132,8 +132,7 @@ def profiled_apart(placement: Sequence[int], different: Mapping[str, Any]) -> tu
 
 
 def ended(placement: Sequence[int], schedule: Schedule, shut_down: bool) -> list[str]:
-    """What is told where a step comes after the end of its pipeline; or after `shut_down` of torch.distributed, when
-    these ranks are of no use any more."""
+    """What a step says after the end of its pipeline; or after `shut_down` of torch.distributed."""
     m = schedule.problem.microbatches
     pipe = pipeline(own_stages(placement), schedule)
     pipe.step(*batch(0, m))

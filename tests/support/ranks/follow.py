@@ -72,8 +72,7 @@ def await_search(follower: Follower) -> None:
 
 
 class Noisy:
-    """Stands for the module `time` where ops sleep and where they are timed: no busy machine makes them longer; each
-    varies by a tenth."""
+    """Stands for the module `time` where ops sleep and are timed: a busy machine adds nothing; each varies."""
 
     def __init__(self, seed: int) -> None:
         self._now, self._chance = 0.0, random.Random(seed)

@@ -204,8 +204,7 @@ def refused() -> list[str]:
 
 
 def tied(programs: Sequence[Sequence[str]]) -> tuple[Gradients, float, Gradients, float]:
-    """A step of stages whose head is the embedding, by tensor parallelism, and of the same model in one process:
-    gradients, and the norm that clipping saw."""
+    """A step of stages whose head is the embedding, and of the same model in one process: gradients, norms."""
     stage, m = dist.get_rank() // 2, 4
     modules, whole = make_stages(), make_stages()
     module = parallel(modules[stage], mesh()["tensor"])

@@ -267,8 +267,7 @@ def runner(module: nn.Module, link: Link) -> StageRunner:
 
 
 def run(stage: StageRunner, program: str, inputs: list[Tensor]) -> dict[int, Tensor]:
-    """Ops as in "F0 B0 W0", with gradients of one; returns input gradients. C and K are an F with its C, in full and
-    cheap."""
+    """Ops as in "F0 B0 W0", by gradients of one; C and K are an F with its C, in full and cheap."""
     found: dict[int, Tensor] = {}
     for op in program.split():
         kind, j = op[:-1], int(op[-1])

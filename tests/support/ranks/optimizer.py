@@ -30,8 +30,7 @@ def momentum(named: Any) -> torch.optim.Optimizer:
 
 
 def plain(stages: int, microbatches: int, steps: int, factory: Any = adam) -> tuple[list[list[float]], Values]:
-    """One process, one micro-batch after the other, one optimizer for all stages: losses by step, and the parameters in
-    the end."""
+    """In one process, one optimizer for all stages: losses by step, and the parameters in the end."""
     modules = make_stages(stages)
     optimizer = factory([p for module in modules for p in module.parameters()])
     trained = plain_training(modules, batches(steps, microbatches), microbatches, optimizer)
@@ -123,8 +122,7 @@ def low_precision(schedule: Schedule, steps: int) -> tuple[Values, Values]:
 
 
 def load_between_steps(schedule: Schedule) -> tuple[float, str, bool]:
-    """Loads ones into a stage on the host, and trains with learning rate 0; then changes a parameter at the wrong
-    moment."""
+    """Loads ones between steps of learning rate 0; then changes a parameter at the wrong moment."""
     training = Training(Layout.from_problem(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=0.0))
     ours = next(iter(training.pipe.host_optimizers))
     module = training.modules[ours]

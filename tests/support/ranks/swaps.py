@@ -220,8 +220,7 @@ class Cut(NamedTuple):
 
 
 def recut(placement: Sequence[int], schedules: Sequence[Schedule], unfit: Schedule) -> Cut:
-    """Every schedule for another number of micro-batches: loaded, then offered; then one that does not divide the
-    batch."""
+    """Schedules for other numbers of micro-batches, loaded, then offered; and one that does not divide a batch."""
     modules, steps, counts = own_stages(placement), [], []
     first = schedules[0]
     with Pipeline(modules, placement, mse_loss, first.problem.microbatches) as pipe, heard() as logged:

@@ -44,8 +44,7 @@ class Kept(torch.optim.SGD):
 
 
 def run_all(schedules: Sequence[Schedule]) -> list[Outcome]:
-    """One pipeline for each layout and stages with an optimizer on the host, made when the first schedule needs it; all
-    of them stay."""
+    """One pipeline for each layout and stages with an optimizer on the host; all of them stay."""
     pipelines: dict[Any, tuple[Pipeline, dict[int, nn.Module]]] = {}
     outcomes = []
     for schedule in schedules:
