@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from support.ranks import cases, failures
-from support.ranks.cases import batch, loss_fn, own_stages, problem
+from support.ranks import failures
+from support.ranks.cases import all_forwards_first, batch, loss_fn, own_stages, problem
 from support.ranks.failures import Told, Trouble
 from support.ranks.worker import STARTER, Ranks
 from torch import Tensor
@@ -37,23 +37,13 @@ def pool(request: pytest.FixtureRequest) -> Ranks:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
-def waves(placement: list[int], microbatches: int = 4) -> Schedule:
-    """All forwards, then all backwards, stage by stage: every rank has something to wait for nearly all the time."""
-    programs: list[list[str]] = [[] for _ in range(max(placement) + 1)]
-    for s, rank in enumerate(placement):
-        programs[rank] += [f"{s}F{j}" for j in range(microbatches)]
-    for s, rank in reversed(list(enumerate(placement))):
-        programs[rank] += [f"{s}BW{j}" for j in range(microbatches)]
-    return Schedule.parse(cases.problem(placement, microbatches), programs)
-
-
 @pytest.mark.parametrize(("where", "kind"), [("forward", "F"), ("backward", "BW")])
 def test_a_rank_that_raises_says_where_and_no_other_waits(pool: Ranks, where: str, kind: str) -> None:
     placement = PLACES[pool.world]
     for bad in (0, pool.world - 1):
         trouble = Trouble(bad, where, 2)
         others = pool.survivors(
-            failures.in_trouble, bad, placement=placement, schedule=waves(placement), trouble=trouble
+            failures.in_trouble, bad, placement=placement, schedule=all_forwards_first(placement, 4), trouble=trouble
         )
         s = placement.index(bad)
         at = f"rank {bad} was at {s}{kind}1: {kind} of stage {s}, micro-batch 1"
@@ -70,7 +60,7 @@ def require_lost(others: list[Told]) -> None:
 def test_a_stage_that_raises_while_it_is_learned_says_so(four_ranks: Ranks) -> None:
     trouble = Trouble(2, "forward", -2)
     others = four_ranks.survivors(
-        failures.in_trouble, 2, placement=PLACES[4], schedule=waves(PLACES[4]), trouble=trouble
+        failures.in_trouble, 2, placement=PLACES[4], schedule=all_forwards_first(PLACES[4], 4), trouble=trouble
     )
     assert "ValueError: not today\nrank 2 was learning stage 2, by its first forward\n" in four_ranks.why
     assert all(LOST.match(heard.error) for heard in others)
@@ -83,7 +73,13 @@ def test_no_other_rank_waits_for_one_that_is_killed(pool: Ranks, where: str) -> 
     for dead in (0, pool.world - 1) if where == "forward" else (pool.world - 1,):
         trouble = Trouble(dead, where, 2, kill=True)
         require_lost(
-            pool.survivors(failures.in_trouble, dead, placement=placement, schedule=waves(placement), trouble=trouble)
+            pool.survivors(
+                failures.in_trouble,
+                dead,
+                placement=placement,
+                schedule=all_forwards_first(placement, 4),
+                trouble=trouble,
+            )
         )
 
 
@@ -96,9 +92,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 def test_no_wait_is_longer_than_the_users_timeout(impatient: Ranks) -> None:
     """For a rank that is frozen, and for one whose process goes on after an error."""
-    schedule = Schedule.parse(
-        cases.problem([0, 1], 2), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
-    )
+    schedule = Schedule.parse(problem([0, 1], 2), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     told, thawed = impatient(failures.frozen, placement=[0, 1], schedule=schedule)
     assert re.match(r".*rank 0 lost its connection to (rank 1|another rank): .*[Tt]imed out", told)
     assert LOST.match(thawed)
@@ -177,7 +171,7 @@ def test_a_wrong_argument_of_one_rank_is_reported_on_all(
 )
 def test_no_step_runs_after_the_end(tmp_path: Path, shut_down: bool, sentence: str) -> None:
     own = Ranks(STARTER, 2, tmp_path)
-    for (told,) in own(failures.ended, placement=[0, 1], schedule=waves([0, 1]), shut_down=shut_down):
+    for (told,) in own(failures.ended, placement=[0, 1], schedule=all_forwards_first([0, 1], 4), shut_down=shut_down):
         assert told.startswith(sentence)
     own.close()
 

@@ -250,10 +250,9 @@ def test_a_profile_by_default(rank: Ranks) -> None:
 
 
 def little_and_much(ranks: int, microbatches: int = 8) -> list[Schedule]:
-    problem = cases.problem(range(ranks), microbatches)
+    much = cases.all_forwards_first(range(ranks), microbatches)
     each = [[f"{s}{op}{j}" for j in range(microbatches) for op in ("F", "BW")] for s in range(ranks)]
-    whole = [[f"{s}{op}{j}" for op in ("F", "BW") for j in range(microbatches)] for s in range(ranks)]
-    return [replace(Schedule.parse(problem, texts), method=name) for name, texts in (("little", each), ("much", whole))]
+    return [replace(Schedule.parse(much.problem, each), method="little"), replace(much, method="much")]
 
 
 def require_undone(results: Sequence[tuple[str, bool, list[str]]]) -> None:

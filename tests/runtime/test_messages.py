@@ -73,15 +73,10 @@ def burst(schedule: Schedule, part_of: int) -> tuple[list[int], int, StepReport]
 MICROBATCHES = 16
 
 
-def all_forwards_first() -> Schedule:
-    programs = [[f"{s}{kind}{j}" for kind in ("F", "BW") for j in range(MICROBATCHES)] for s in range(2)]
-    return Schedule.parse(cases.problem([0, 1], MICROBATCHES), programs)
-
-
 @pytest.mark.parametrize("part_of", [1, 4])
 def test_at_most_two_messages_are_under_way(ranks: Ranks, part_of: int) -> None:
     """Also where what is sent is a view of much more."""
-    schedule = all_forwards_first()
+    schedule = cases.all_forwards_first([0, 1], MICROBATCHES)
     (held, left, first), (_, _, second) = ranks(burst, schedule=schedule, part_of=part_of)
     assert len(held) == MICROBATCHES
     assert max(held) < UNDER_WAY, "before the next is made, one is left"
@@ -187,8 +182,7 @@ class Unawaited(Move):
 
 
 def test_the_simulation_finds_messages_that_nobody_waits_for() -> None:
-    first, second = ([f"{s}{kind}{j}" for kind in ("F", "BW") for j in range(4)] for s in range(2))
-    schedule = Schedule.parse(cases.problem([0, 1], 4), [first, second])
+    schedule = cases.all_forwards_first([0, 1], 4)
     assert races(schedule, 0) == []
     found = races(schedule, 0, Unawaited)
     assert "its end and copy_.default" in found, "freed while it is sent"

@@ -136,9 +136,7 @@ def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, wrapper: st
 
 
 def test_a_lost_replica_is_reported(ranks: Ranks) -> None:
-    program = ["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]
-    both = Schedule.parse(cases.problem([0, 0], 2), [program])
-    (told,) = ranks.survivors(bereft, dying=0, schedule=both, how="fsdp")
+    (told,) = ranks.survivors(bereft, dying=0, schedule=cases.all_forwards_first([0, 0], 2), how="fsdp")
     assert "another replica has failed, or the communication with it" in told
 
 

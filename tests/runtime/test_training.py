@@ -114,21 +114,10 @@ def test_clipping_uses_the_norm_of_the_whole_model(
         require_close(first | last, expected.clipped, 100 * rtol, rtol / 10)
 
 
-def gpipe(placement: list[int], m: int) -> Schedule:
-    """All forwards, then all backwards: the same sums in the same order on any placement."""
-    programs = []
-    for rank in range(max(placement) + 1):
-        own = [s for s, owner in enumerate(placement) if owner == rank]
-        programs.append(
-            [f"{s}F{j}" for s in own for j in range(m)] + [f"{s}BW{j}" for s in reversed(own) for j in range(m)]
-        )
-    return Schedule.parse(cases.problem(placement, m), programs)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_checkpoint_is_resumed(ranks: Ranks, four_ranks: Ranks, tmp_path: Path, dropout: float) -> None:
     """Two ranks train, save and go on; these and, without random numbers, four resume, to the bit."""
-    two, four = gpipe([0, 1, 1, 0], 2), gpipe([0, 1, 2, 3], 2)
+    two, four = cases.all_forwards_first([0, 1, 1, 0], 2), cases.all_forwards_first([0, 1, 2, 3], 2)
     ranks(checkpointed, schedule=two, steps=range(2), folder=tmp_path, save=True, dropout=dropout)
     whole = ranks(checkpointed, schedule=two, steps=range(4), dropout=dropout)
     for pool, schedule, last in ((ranks, two, 0), (four_ranks, four, 3))[: 1 if dropout else 2]:
@@ -142,7 +131,7 @@ def test_a_checkpoint_is_resumed(ranks: Ranks, four_ranks: Ranks, tmp_path: Path
 def test_a_checkpoint_of_replicas_is_resumed_without_them(
     ranks: Ranks, four_ranks: Ranks, tmp_path: Path, how: str
 ) -> None:
-    schedule = gpipe([0, 1], 2)
+    schedule = cases.all_forwards_first([0, 1], 2)
     saved = four_ranks(checkpointed, schedule=schedule, steps=range(2), folder=tmp_path, save=True, how=how)
     loaded = ranks(checkpointed, schedule=schedule, steps=range(0), folder=tmp_path, resume=True)
     for rank in range(2):

@@ -84,6 +84,16 @@ def parsed(*programs: list[list[str]]) -> list[Schedule]:
     return [Schedule.parse(problem((0, 1), m), program) for program in programs]
 
 
+def all_forwards_first(placement: Sequence[int], microbatches: int) -> Schedule:
+    """Then all backwards, stage by stage: every rank has something to wait for nearly all the time."""
+    programs: list[list[str]] = [[] for _ in range(max(placement) + 1)]
+    for s, rank in enumerate(placement):
+        programs[rank] += [f"{s}F{j}" for j in range(microbatches)]
+    for s, rank in reversed(list(enumerate(placement))):
+        programs[rank] += [f"{s}BW{j}" for j in range(microbatches)]
+    return Schedule.parse(problem(placement, microbatches), programs)
+
+
 def numbers(modules: dict[int, nn.Module]) -> Gradients:
     return {
         f"{s}.{name}": p.grad.cpu().numpy().copy()
