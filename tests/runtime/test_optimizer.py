@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.close import joined, require_close
 from support.examples import examples
 from support.problems.strategies import schedules
-from support.ranks import cases, reductions
+from support.ranks import cases, replicas
 from support.ranks import optimizer as rank_optimizer
 from support.ranks.worker import Ranks
 
@@ -100,7 +100,7 @@ def test_any_valid_schedules_train_as_a_plain_run(ranks: Ranks, data: Any, place
     require_close(joined(values for _, values, _ in results), expected, rtol=1e-3, atol=1e-5)
 
 
-TURNS = [reductions.Turn(load=k) for k in range(4)]
+TURNS = [replicas.Turn(load=k) for k in range(4)]
 
 
 def require_equal(hosted: list[Any], on_device: list[Any]) -> None:
@@ -128,7 +128,7 @@ def test_with_replicas_gradients_leave_when_they_are_reduced(four_ranks: Ranks, 
     rounded = how == "fsdp" and max_norm > 0
     kind = {"how": how, "max_norm": max_norm, "factory": rank_optimizer.momentum if rounded else rank_optimizer.adam}
     hosted, on_device = (
-        four_ranks(reductions.trained, schedules=own, turns=TURNS, hosted=stages, profiles=bool(stages), **kind)
+        four_ranks(replicas.trained, schedules=own, turns=TURNS, hosted=stages, profiles=bool(stages), **kind)
         for own, stages in ((steps, [2, 3]), ([[plainly] * 4] * 2, []))
     )
     if rounded:
@@ -151,7 +151,7 @@ def test_clipped_updates_wait_for_the_norm(ranks: Ranks, hosted: list[int]) -> N
     steps = [wave() if {2, 3} <= set(hosted) else plainly, plainly, plainly]
     how = {"how": "alone", "max_norm": 0.2, "factory": rank_optimizer.adam}
     found, expected = (
-        ranks(reductions.trained, schedules=[own], turns=TURNS[:3], hosted=stages, **how)
+        ranks(replicas.trained, schedules=[own], turns=TURNS[:3], hosted=stages, **how)
         for own, stages in ((steps, hosted), ([plainly] * 3, []))
     )
     require_equal(found, expected)

@@ -15,8 +15,7 @@ from support.ranks import cases, inner
 from support.ranks.cases import LENGTH, WIDTH, Gradients, batch, loss_fn, numbers, own_stages
 from support.ranks.links import Slow
 from support.ranks.programs import ONE_F_ONE_B
-from support.ranks.reductions import MIXED
-from support.ranks.replicas import wrapped
+from support.ranks.replicas import MIXED, wrapped
 from support.ranks.swaps import heard
 from support.ranks.worker import Ranks
 from torch import Tensor, nn

@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.close import require_close
 from support.problems.units import units
-from support.ranks import cases, inner, reductions
+from support.ranks import cases, inner, replicas
 from support.ranks.cases import Gradients, batch, loss_fn, make_stages, problem, refusals, sgd
 from support.ranks.programs import V_SHAPED, programs
-from support.ranks.reductions import MIXED, Ran, Turn
-from support.ranks.replicas import gradients, parameters, place, wrapped
+from support.ranks.replicas import MIXED, Ran, Turn, gradients, parameters, place, wrapped
 from support.ranks.worker import Ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,7 +63,7 @@ def test_a_reduction_ends_before_the_last_op_of_the_step(four_ranks: Ranks, how:
     """The last op waits for it: would it start at the end, this never ended. In the first step by a schedule, which may
     have to be undone, it does."""
     turns = [Turn(load=0), Turn(awaits=ENDED), Turn(awaits=ENDED)]
-    results = four_ranks(reductions.trained, schedules=[schedules(V_SHAPED)] * 2, turns=turns, how=how)
+    results = four_ranks(replicas.trained, schedules=[schedules(V_SHAPED)] * 2, turns=turns, how=how)
     for rank, ran in enumerate(results):
         deeper, shallower = 3 - rank % 2, rank % 2
         for step in range(3):
@@ -78,7 +77,7 @@ def test_a_reduction_ends_before_the_last_op_of_the_step(four_ranks: Ranks, how:
 def test_replicas_start_in_one_order_whatever_they_run(four_ranks: Ranks, how: str) -> None:
     """On the second replica the deeper stage is complete last; the other stage waits for its turn."""
     turns, own = [Turn(load=0), Turn(awaits=STARTS)], [schedules(V_SHAPED), schedules(LATE)]
-    results = four_ranks(reductions.trained, schedules=own, turns=turns, how=how)
+    results = four_ranks(replicas.trained, schedules=own, turns=turns, how=how)
     for rank, ran in enumerate(results):
         assert ran.reduced(1) == [3 - rank % 2, rank % 2]
     for rank in (2, 3):
@@ -105,7 +104,7 @@ def test_whatever_happens_the_numbers_are_those_of_reductions_after_the_step(fou
     ]
     own = [schedules(V_SHAPED, LATE), schedules(LATE, V_SHAPED)]
     found, late = (
-        four_ranks(reductions.trained, schedules=own, turns=turns, how=how, late=late, max_norm=0.5, tied=True)
+        four_ranks(replicas.trained, schedules=own, turns=turns, how=how, late=late, max_norm=0.5, tied=True)
         for late in (False, True)
     )
     for rank, (ran, expected) in enumerate(zip(found, late, strict=True)):
@@ -121,9 +120,9 @@ def test_whatever_happens_the_numbers_are_those_of_reductions_after_the_step(fou
 
 def test_a_shared_parameter_is_reduced_when_all_its_stages_are_complete(four_ranks: Ranks) -> None:
     turns = [Turn(load=0), Turn(), Turn()]
-    results = four_ranks(reductions.trained, schedules=[schedules(V_SHAPED)] * 2, turns=turns, how="ddp", shared=True)
+    results = four_ranks(replicas.trained, schedules=[schedules(V_SHAPED)] * 2, turns=turns, how="ddp", shared=True)
     assert not any(before_the_last_op(results[first], step) for first in (0, 2) for step in range(3))
-    require_steps(results, reductions.plain_shared(6, 3))
+    require_steps(results, replicas.plain_shared(6, 3))
 
 
 def whole_bytes(s: int, stages: int = 4) -> int:
@@ -135,7 +134,7 @@ def test_a_stage_is_gathered_before_its_own_first_forward(four_ranks: Ranks, own
     """And not when the step begins, unless that was where its stages were learned. What is held is certified."""
     turns = [Turn(load=0), Turn(), Turn()]
     results = four_ranks(
-        reductions.trained, schedules=[schedules(own[0]), schedules(own[1])], turns=turns, how="fsdp", trace=True
+        replicas.trained, schedules=[schedules(own[0]), schedules(own[1])], turns=turns, how="fsdp", trace=True
     )
     for rank, ran in enumerate(results):
         shallow, deep = rank % 2, 3 - rank % 2
@@ -239,7 +238,7 @@ def certified(rank: int, whole: int) -> int:
 def trained(ranks: Ranks, own: list[list[Schedule]], turns: list[Turn]) -> list[Ran]:
     """By schedules of each replica, profiled before, with two whole gradients."""
     how = {"how": "fsdp", "trace": True, "profiles": True, "whole_gradients": 2}
-    return ranks(reductions.trained, schedules=own, turns=turns, **how)  # type: ignore[arg-type]
+    return ranks(replicas.trained, schedules=own, turns=turns, **how)  # type: ignore[arg-type]
 
 
 def whole(results: list[Ran], replica: int, step: int) -> Gradients:

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.close import require_close
-from support.ranks import cases, reductions, replicas
+from support.ranks import cases, replicas
 from support.ranks.cases import batch, loss_fn, make_stages, pipeline
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
-from support.ranks.reductions import Turn
-from support.ranks.replicas import odd_stages, place, wrapped
+from support.ranks.replicas import Turn, odd_stages, place, wrapped
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -128,7 +127,7 @@ def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, wrapper: st
         cases.parsed(SPLIT, SPLIT, RECOMPUTED, OFFLOADED),
     ]
     turns = [Turn(load=k, memory=k == 1) for k in range(4)]
-    results = four_ranks(reductions.trained, schedules=schedules, turns=turns, how=how, **options)
+    results = four_ranks(replicas.trained, schedules=schedules, turns=turns, how=how, **options)
     assert [ran.versions for ran in results] == [[1, 3, 4, 5]] * 2 + [[1, 2, 3, 4]] * 2
     for first, last in (results[:2], results[2:]):
         for step, expected in enumerate(cases.plain(2, 8, 4)[1]):
