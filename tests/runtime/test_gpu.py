@@ -76,8 +76,10 @@ def trained(way: str, schedules: Sequence[Schedule]) -> tuple[float, float]:
             optimizer.step()
         pipe.synchronize()
         after = replicas.parameters(dict(enumerate(ours)))
-    with inside():
-        expected = [loss for step in cases.plain_training(plain, batches, m, theirs) for loss in step.losses]
+    expected = []
+    for data in batches:
+        with inside():  # in each step anew: it keeps what it has cast
+            expected += cases.plain_training(plain, [data], m, theirs)[0].losses
     right, before = (replicas.parameters(dict(enumerate(modules))) for modules in (plain, begun))
     changed = max(float(abs(right[name] - before[name]).max()) for name in right)
     names = dict(zip(right, after, strict=True))  # a compiled module adds to its parameters' names
