@@ -31,8 +31,7 @@ NOWHERE = "http://127.0.0.1:1"
 
 @pytest.mark.parametrize(("begun", "versions"), [(False, [1] * 6), (True, [2] * 2)])
 def test_without_a_service_it_trains_as_a_plain_run(ranks: Ranks, begun: bool, versions: list[int]) -> None:
-    """Where it has begun by a schedule that is loaded before the profile, by the same programs as a schedule of the
-    measured problem."""
+    """Begun by a schedule loaded before the profile, it goes on by its programs on the measured problem."""
     how = {"url": NOWHERE, "steps": len(versions), "every": 4, "begun": begun}
     (_, ran), (losses, _) = ranks(follow.follow, placement=[0, 1], microbatches=M, **how)
     plain, _ = cases.plain(2, M, len(versions))

@@ -204,8 +204,7 @@ def _by_parts(parts: dict[str, list[Head]]) -> Callable[..., Tensor]:
 
 
 class Trained(NamedTuple):
-    """Of one form of loss: whether the profile left no gradient, and the most that norms, gradients, parameters and
-    buffers are off in any step."""
+    """Whether the profile left no gradient, and the most that norms, gradients and state are off in any step."""
 
     profile_leaves_none: bool
     norms: float

@@ -211,8 +211,7 @@ def test_parts_add_up() -> None:
 
 
 def test_times_of_each_level_are_told_apart() -> None:
-    """In turns, micro-batches of stage 0 are recomputed by the first level, recomputed by the second, whose checkpoint
-    leaves, and offloaded."""
+    """In turns, micro-batches of stage 0 are recomputed by the one level, by the other, and offloaded."""
     level = Level(name="cheap", recompute_ms=2.0, checkpoint_bytes=10)
     moved = {"name": "full", "recompute_ms": 9.0, "offload_ms": 4.0, "reload_ms": 4.0, "offload_bytes": 4}
     stages = [stage.model_copy(update={"levels": (level, level.model_copy(update=moved))}) for stage in PROBLEM.stages]

@@ -53,8 +53,7 @@ def copies(
 
 
 def two_routes(loss_s: float) -> Measured:
-    """Stage 1 is the last of the first route, which one of four micro-batches takes; the others go on to stage 2. The
-    loss takes long."""
+    """Stage 1 ends the first route, of one of four micro-batches; the others go on. The loss takes long."""
     placement = [0, 1, 0]
     rank = torch.distributed.get_rank()
     stages: dict[int, nn.Module] = {s: nn.Linear(WIDTH, WIDTH) for s, owner in enumerate(placement) if owner == rank}
@@ -302,8 +301,7 @@ def inputs(microbatches: int, large: Sequence[int] = ()) -> Tensor:
 def profiled_then_large(
     programs: Sequence[Sequence[str]], large: Sequence[int]
 ) -> tuple[Problem, list[StepReport], list[str]]:
-    """Profiles with a usual batch; then a usual step, two with `large` micro-batches, and one of them after a swap.
-    What the log says."""
+    """A usual step, two with `large` micro-batches, and one of these after a swap. What the log says."""
     microbatches = sum(text.startswith("0F") for text in programs[0])
     rank = torch.distributed.get_rank()
     with Pipeline({rank: Sometimes()}, [0, 1], functional.mse_loss, microbatches) as pipe, heard() as told:

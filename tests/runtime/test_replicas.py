@@ -118,8 +118,7 @@ def test_a_communication_hook_of_ddp_reduces_each_gradient_once_a_step(four_rank
 
 @pytest.mark.parametrize("wrapper", ["ddp", "bucket views", "fsdp", "float64 reduction"])
 def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, wrapper: str) -> None:
-    """Those of a plain run over the whole batch, with the float32 sums in another order. The replicas' schedules
-    differ, and that of a step is undone on one of them."""
+    """Those of a plain run over the whole batch. Schedules differ; on one replica that of a step is undone."""
     how, options = WRAPPERS[wrapper]
     options = {name: value for name, value in options.items() if name != "find_unused_parameters"}
     schedules = [

@@ -240,8 +240,7 @@ def placed(problem: Problem, placement: Placement | None) -> Schedule:
 
 
 def moved(folder: str) -> tuple[Problem, Schedule, list[list[float]], list[tuple[str, ...]]]:
-    """Trains in stages that are even, saves, and trains on in those of another schedule: the problem, that schedule,
-    the losses of every step, and the names that were saved each time."""
+    """Trains, saves, and trains on in other stages: problem, schedule, losses, and the names saved each time."""
     measured = profiled()
     assert len(measured.layers or ()) == models.model_layers()
     assert all(layer.forward_ms > 0 for layer in measured.layers or ())

@@ -269,8 +269,7 @@ def measure(
 
 
 class Branches(nn.Module):
-    """Several outputs, each by a layer of its own from the input of the same number; of those left out, the input
-    itself goes on."""
+    """Several outputs, each by a layer of its own; where layers are left out, the input itself goes on."""
 
     def __init__(self, layers: int, outputs: int) -> None:
         super().__init__()

@@ -224,8 +224,7 @@ def tied(programs: Sequence[Sequence[str]]) -> tuple[Gradients, float, Gradients
 
 
 def of_two_dimensions(programs: Sequence[Sequence[str]]) -> Seen:
-    """A step of two stages on four ranks, which are inner peers: tensor parallelism over one dimension of their mesh,
-    and the same over the other."""
+    """Two stages on four inner peers: tensor parallelism over one dimension, and the same over the other."""
     ranks, m = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipe", "copy", "tensor")), 4
     modules = {s: parallel(module, ranks["tensor"]) for s, module in enumerate(make_stages())}
     with Pipeline(modules, [0, 0], loss_fn, m, group=ranks["pipe"].get_group(), inner=ranks["copy", "tensor"]) as pipe:

@@ -187,8 +187,7 @@ def planning(
     costs: CostModel | None = None,
     **options: Any,
 ) -> Iterator[tuple[PlannedSteps, dict[int, nn.Module]]]:
-    """Planned steps of a pipeline of four micro-batches, and this rank's stages. Each time is measured once: no result
-    depends on it."""
+    """Planned steps of a pipeline of four micro-batches, and this rank's stages; times are measured once."""
     modules = modules or own_stages(placement)
     with (
         patch.object(planned_steps, "REPEATS", 1),

@@ -81,8 +81,7 @@ def run_recorded(case: Case, folder: Path, plan: str, ahead_ms: float) -> list[s
 
 
 def run_replicas(case: Case, folder: Path, ahead_ms: float) -> None:
-    """Two replicas, of which the second takes twice as long: two steps in a profile, and two that are recorded, with
-    clocks that differ."""
+    """Two replicas, the second twice as slow: two steps in a profile, two recorded by clocks that differ."""
     mesh = init_device_mesh(device().type, (2, len(case.stages)), mesh_dim_names=("dp", "pp"))
     slower = case._replace(times=Times(*(2 * ms for ms in case.times)))
     schedule, step = prepared(slower if mesh.get_local_rank("dp") else case, mesh.get_group("pp"))

@@ -121,8 +121,7 @@ class Undone(NamedTuple):
 
 
 def undone(placement: Sequence[int], first: Schedule, troubles: Sequence[Trouble]) -> list[Undone]:
-    """A step by `first`; then each time the same, from the same state, by a schedule that runs out of memory. Gradients
-    add to ones."""
+    """A step by `first`; then the same by schedules that run out of memory. Gradients add to ones."""
     modules, found = own_stages(placement, moody=True), []
     state = {s: {name: value.clone() for name, value in module.state_dict().items()} for s, module in modules.items()}
     with pipeline(modules, first, _doubling) as pipe, heard() as logged:
@@ -175,8 +174,7 @@ def heard(name: str = "optpipe.runtime") -> Iterator[list[str]]:
 def paced(
     placement: Sequence[int], schedules: Mapping[str, Schedule], ms: Mapping[str, float]
 ) -> tuple[list[str], list[str]]:
-    """Steps that take as long as the test says, by schedule, and some noise: `quick`, `slow` offered twice, `better`,
-    `slow` loaded."""
+    """Steps of given times and some noise: `quick`, `slow` offered twice, `better`, `slow` loaded."""
     modules, ran = own_stages(placement), []
     noise = np.random.default_rng(3 + dist.get_rank())
     with Pipeline(modules, placement, mse_loss, schedules["quick"].problem.microbatches) as pipe, heard() as logged:

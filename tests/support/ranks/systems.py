@@ -59,8 +59,7 @@ def run_all(schedules: Sequence[Schedule]) -> list[Outcome]:
 
 
 def _pipeline(layout: Layout, hosted: frozenset[int]) -> tuple[Pipeline, dict[int, nn.Module]]:
-    """A pipeline whose routes have a copy of the model each: they are tied, and begin as the one on the lowest rank,
-    whatever they were."""
+    """Each route has a copy of the model: they are tied, and begin as that on the lowest rank."""
     rank, modules = torch.distributed.get_rank(), {}
     copies = list(zip(*layout.routes, strict=True))
     for same, *modules_of in zip(copies, *(model(len(copies)) for _ in layout.routes), strict=True):
