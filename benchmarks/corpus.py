@@ -15,12 +15,7 @@ from optpipe.options import SearchOptions
 COLUMNS = ("trace", "steps", "replicas", "a step: ms", "replayed within", "cause, of a step", "best cure", "at most")
 
 
-def corpus(
-    folder: Path | None = None,
-    /,
-    *,
-    results: ResultsPath = None,
-) -> None:
+def corpus(folder: Path | None = None, /, *, results: ResultsPath = None) -> None:
     """Diagnose each trace of a folder, without a search whose answer depends on the machine.
 
     Parameters

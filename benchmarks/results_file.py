@@ -17,8 +17,7 @@ from optpipe_cli.options import require_writable
 ResultsPath = Annotated[
     Path | None,
     Parameter(
-        validator=require_writable,
-        help="A file of JSON lines: what is there is not measured again, the rest is added.",
+        validator=require_writable, help="A file of JSON lines: what is there is not measured again, the rest is added."
     ),
 ]
 

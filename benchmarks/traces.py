@@ -47,13 +47,7 @@ class Replica(NamedTuple):
     schedule: Schedule
 
 
-def traces(
-    folder: Path | None = None,
-    /,
-    *,
-    gains: list[str] | None = None,
-    results: ResultsPath = None,
-) -> None:
+def traces(folder: Path | None = None, /, *, gains: list[str] | None = None, results: ResultsPath = None) -> None:
     """Replay each step of timelines of StragglerAnalysis as `optpipe diagnose` does, and compare the slowest replica's
     with what was measured. Then search better schedules for each replica of some traces, and prove how much better one
     can be at most. Searches count what they simulate, so that a table is the same on every machine.

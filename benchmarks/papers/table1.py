@@ -61,12 +61,7 @@ class TableOptions(CompareOptions):
     time_limit_s: TimeLimit = 60.0
 
 
-def table1(
-    *,
-    options: Options[TableOptions] = TableOptions(),
-    rows: str = "1-35",
-    results: ResultsPath = None,
-) -> None:
+def table1(*, options: Options[TableOptions] = TableOptions(), rows: str = "1-35", results: ResultsPath = None) -> None:
     """Reproduce OptPipe's Table 1: what columns 1F1B and PipeOffload say of the others, and our solver on every row.
 
     The paper's runs use post-validation, hence the span. A search's time limit counts for the stages as given, and once

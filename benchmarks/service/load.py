@@ -118,8 +118,7 @@ async def submissions(deployment: Deployment, rate: float, seconds: float) -> Lo
     await _makes_first_schedules(load.requests)
     begin = time.perf_counter()
     await asyncio.gather(
-        _at_rate(load.post, rate, begin, seconds),
-        _at_rate(load.get, rate * GETS_PER_POST, begin, seconds),
+        _at_rate(load.post, rate, begin, seconds), _at_rate(load.get, rate * GETS_PER_POST, begin, seconds)
     )
     load.requests.close()
     return load.figures

@@ -67,12 +67,7 @@ class Cures(NamedTuple):
 
 
 def find_cures(
-    runs: Runs,
-    losses: Losses,
-    facts: UserFacts,
-    stack: Stack,
-    limits: SolveArguments | None,
-    report: Progress,
+    runs: Runs, losses: Losses, facts: UserFacts, stack: Stack, limits: SolveArguments | None, report: Progress
 ) -> Cures:
     """Try what may cure the causes of the losses, published schedules of the stack among it.
 

@@ -146,11 +146,7 @@ KINDS: dict[Kind, KindInfo] = {
         colour="#D55E00",
     ),
     C: KindInfo(
-        "recompute",
-        needs=(F,),
-        restored=(R,),
-        effect=Effect(takes=lambda x: x.activation - x.kept),
-        colour="#8C8C8C",
+        "recompute", needs=(F,), restored=(R,), effect=Effect(takes=lambda x: x.activation - x.kept), colour="#8C8C8C"
     ),
     O: KindInfo(
         "offload",

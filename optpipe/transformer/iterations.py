@@ -165,10 +165,7 @@ def _iteration(row: Mapping[str, Any], what: str, vocabulary: int) -> Iteration:
     division = {"tp": tp, "dp": dp, "pp": pp, "sequence_parallel": False}
     run = {"microbatches": number["batch"] // (dp * size), "microbatch_size": size} | MEGATRON
     return Iteration(
-        Transformer.from_dict(shape, what),
-        Parallelism.from_dict(division, what),
-        Run.from_dict(run, what),
-        measured,
+        Transformer.from_dict(shape, what), Parallelism.from_dict(division, what), Run.from_dict(run, what), measured
     )
 
 

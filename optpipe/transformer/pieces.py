@@ -150,10 +150,7 @@ def _experts(share: Share) -> Piece:
 def _up_and_down(share: Share, width: float) -> tuple[Matmul, ...]:
     """The matmuls of a dense MLP of this width on the GPU."""
     shape = share.shape
-    return (
-        Matmul(share.tokens, shape.up_matrices * width, shape.hidden),
-        Matmul(share.tokens, shape.hidden, width),
-    )
+    return (Matmul(share.tokens, shape.up_matrices * width, shape.hidden), Matmul(share.tokens, shape.hidden, width))
 
 
 def _saved_between(share: Share, numbers: float) -> list[Saved]:

@@ -137,10 +137,7 @@ def layered(p: int, forward_ms: list[int]) -> Problem:
             "1f1b:",
             r"method = '1f1b:': '' is no parameter: write .* a whole number of up to nine digits, such as group=5$",
         ),
-        (
-            "gis:group=1234567890",
-            r"method = 'gis:group=1234567890': 'group=1234567890' is no parameter: write a name",
-        ),
+        ("gis:group=1234567890", r"method = 'gis:group=1234567890': 'group=1234567890' is no parameter: write a name"),
         ("gis:group=2,group=3", r"method = 'gis:group=2,group=3': group is given twice, a parameter is given once$"),
     ],
 )

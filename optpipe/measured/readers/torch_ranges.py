@@ -213,7 +213,4 @@ def _pair_ops(each: _Range, operators: range, thread: _Thread, path: str) -> lis
         raise InputError(f"{path}: {each.name[:40]}: the times of the two ops of this pair cannot be told apart")
     begin, middle = thread.begins[operators.start], thread.begins[split]
     end = max(thread.ends[operators.start : split])
-    return [
-        RanOp(forward, begin / 1e3, (end - begin) / 1e3),
-        RanOp(backward, middle / 1e3, (each.end - middle) / 1e3),
-    ]
+    return [RanOp(forward, begin / 1e3, (end - begin) / 1e3), RanOp(backward, middle / 1e3, (each.end - middle) / 1e3)]

@@ -97,11 +97,7 @@ class Follower:
         self._suspected = False  # whether times had drifted when the ranks last gathered
 
     def step(
-        self,
-        inputs: Any = None,
-        targets: Any = None,
-        kwargs: Mapping[Any, Any] | None = None,
-        outputs: bool = False,
+        self, inputs: Any = None, targets: Any = None, kwargs: Mapping[Any, Any] | None = None, outputs: bool = False
     ) -> StepReport:
         """`Pipeline.step`, by the best schedule known by now. Collective.
 

@@ -19,14 +19,7 @@ from optpipe.model.arrays import OFF_ROUTE, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import tuning
-from optpipe_solver.bounds.problem_facts import (
-    Pass,
-    Paths,
-    StageBytes,
-    shortest_paths,
-    stage_bytes,
-    without_evictions,
-)
+from optpipe_solver.bounds.problem_facts import Pass, Paths, StageBytes, shortest_paths, stage_bytes, without_evictions
 
 MEMORY, LINK, COMPUTE = range(3)  # columns of what a choice costs
 

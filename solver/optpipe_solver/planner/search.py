@@ -120,12 +120,7 @@ class PlanSearch:
     """
 
     def __init__(
-        self,
-        question: Question,
-        solve: Solve,
-        options: EffortOptions,
-        side_by_side: int,
-        today: Today | None = None,
+        self, question: Question, solve: Solve, options: EffortOptions, side_by_side: int, today: Today | None = None
     ) -> None:
         self.question, self.options, self._today = question, options, today
         self.phase: Progress = "bounds"
