@@ -1,7 +1,5 @@
 """The benchmark that compares measurements with predictions: its figures are those of the runs. And the demo's gain."""
 
-from __future__ import annotations
-
 import pytest
 from support.problems import pipeline, stage
 from support.problems.chain import chain, gpipe, one_by_one

@@ -1,8 +1,6 @@
 """The benchmark `gpu` on CPU: everything but CUDA itself. And `make test-gpu`, as on a machine where nothing is
 installed but torch and what `make wheels` fetches."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

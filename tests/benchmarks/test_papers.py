@@ -1,7 +1,5 @@
 """What is read off the papers, the figures that are theory, and the smallest searches of `table1` and `scale`."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

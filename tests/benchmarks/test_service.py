@@ -1,7 +1,5 @@
 """The benchmark of the service measures correctly; its times are for quiet machines."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

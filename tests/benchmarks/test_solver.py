@@ -1,7 +1,5 @@
 """The searches of `solver`, `first`, `pareto`, `milp` and `reuse`, and the random problems."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

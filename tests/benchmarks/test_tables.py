@@ -1,7 +1,5 @@
 """Tables of the docs are what the benchmarks print of the answers that `benchmarks/results` keeps, without a search."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Timelines replayed with their own times, and diagnosed. Public ones are no part of the repository: the folder that
 OPTPIPE_TRACES names has them."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

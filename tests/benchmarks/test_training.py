@@ -1,7 +1,5 @@
 """Trainings on ranks: steps in a row, swaps, and what the executor costs the host."""
 
-from __future__ import annotations
-
 import pytest
 from support.ranks.worker import Ranks
 

@@ -1,7 +1,5 @@
 """Work in the background disturbs little: a session is as nice as its leader, and modules stay out of collections."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Iterations by 1F1B, and parameters learned from them: what is hidden in measurements is found again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`compare`: every method on one problem, verified, in order, and with a reason where one could not run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

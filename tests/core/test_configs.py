@@ -1,7 +1,5 @@
 """Shapes read from a `config.json`: those of presets, parameters as transformers counts them, windows, refusals."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """What a `CostModel` learns of micro-batches, and documents packed into micro-batches by it (`optpipe.steps`)."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from itertools import product

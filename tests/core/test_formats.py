@@ -1,7 +1,5 @@
 """Schedules in other programs' forms: what is written, what is read back, what is refused."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections import deque

@@ -1,7 +1,5 @@
 """Compiled functions: what is kept on disk is what would be compiled now."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Measurements of other programs become a problem: what is found, what is said to be unknown, what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

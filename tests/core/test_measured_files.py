@@ -1,8 +1,6 @@
 """Several files of one run are read as one, or refused in a sentence; a file in a stream has the events of the whole
 text, however it is cut into pieces."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Which steps of a recording count, which ranks and stages belong together, and what is said of the rest."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Levels of recomputation, offloads, evictions and optimizers on the host: their times, their memory, and the mistakes
 that are found. What schedules do with them is tested wherever `support.problems.strategies` makes problems."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

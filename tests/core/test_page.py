@@ -1,7 +1,5 @@
 """The interactive picture in a real browser: it draws what the schedule says, and tells what Python tells."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """A placement loses no work and no bytes; frames, files, the cache and the command line keep it with its schedule."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Schedules as arguments of Megatron (`make stacks` compares its orders with the package's), and as tables for Primus'
 launcher (what is expected was written by hand, in the form of its sources)."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import combinations

@@ -1,7 +1,5 @@
 """A schedule for every step (`optpipe.steps`)."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Text of others as one line that a terminal only shows; sizes in bytes."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe.text import bytes_text, distinct_sizes, printable

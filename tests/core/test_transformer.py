@@ -1,7 +1,5 @@
 """The cost model: the papers' formulas, what parallelism divides, presets, and problems that can be solved."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps with exactly one fault: it is named, nothing else is, and a job without it takes the predicted time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page of a diagnosis in a real browser: what is clicked is shown in the picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

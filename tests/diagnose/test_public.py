@@ -1,7 +1,5 @@
 """Public traces, which are no part of the repository: the folder that OPTPIPE_TRACES names has them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Ranks for the tests: processes that run functions of `support.ranks` or of a test. Two live for the whole session
 (`tests/conftest.py`), more for a file. And a host link of this process."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

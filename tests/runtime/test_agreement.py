@@ -1,8 +1,6 @@
 """All ranks change the schedule between steps, or none does, and an offer never stops the training. Ranks that call
 different methods do not wait for each other; and no connections are left of a pipeline that has ended."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Between steps a user evaluates, takes batches of another size, freezes parameters, turns autocast on: results are
 those of a plain run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

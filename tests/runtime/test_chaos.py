@@ -1,8 +1,6 @@
 """A hundred and twenty random certified schedules are swapped step by step, in `make soak` two hundred, and a service
 is killed: the training equals a plain run."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter

@@ -1,8 +1,6 @@
 """The client: schedules arrive, costs change, and the service may end and come back. What is offered is better than
 what runs, for the current costs; the service gets reports of what was swapped in."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

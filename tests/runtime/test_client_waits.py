@@ -1,8 +1,6 @@
 """No call of the training waits, neither for the thread of the client nor for the service; the client waits for a
 service that asks it to, or requires a key."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """The client with a service that gives wrong answers, breaks connections or has lost the job; and with other costs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

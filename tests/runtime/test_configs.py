@@ -1,7 +1,5 @@
 """`optpipe profile --model config.json`: what is measured is the model of transformers, cut. `make stacks` runs it."""
 
-from __future__ import annotations
-
 import json
 from collections import ChainMap
 from pathlib import Path

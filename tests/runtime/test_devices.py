@@ -1,7 +1,5 @@
 """The device that a rank computes on: that of its parameters, or that of the other ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

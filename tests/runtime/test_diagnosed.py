@@ -1,7 +1,5 @@
 """The loop is closed: a trace of a real run, its diagnosis, its cure applied, and the gain measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

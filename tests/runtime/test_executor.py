@@ -2,8 +2,6 @@
 same order. With evictions the bytes really move to the other rank. Also where micro-batches pass the stages in
 different orders, or different stages."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A rank that fails says where: rank, op, stage and micro-batch; and no other waits for it longer than the user's
 timeout."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext

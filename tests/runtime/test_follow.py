@@ -1,8 +1,6 @@
 """A script that follows the service: its losses, what it does when a stage slows down, and when the service gets a
 report of a swapped-in schedule, and of which step time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

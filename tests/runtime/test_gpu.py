@@ -1,8 +1,6 @@
 """Trainings on the device of the tests: on a GPU under `make test-gpu`, on the CPU else. On one device all stages are
 on one rank; with two GPUs, and on the CPU, two ranks train, too."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

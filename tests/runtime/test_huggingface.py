@@ -3,8 +3,6 @@ stages that equal it, or refused in a sentence. `make stacks ARGS=transformers-5
 support.causal_types` prints the table of types.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

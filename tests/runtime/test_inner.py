@@ -4,8 +4,6 @@ Sums over the ranks of a group come in another order than in one process, so los
 tolerance. Between two schedules of the same pipeline the arithmetic is the same, and gradients are equal to the bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta

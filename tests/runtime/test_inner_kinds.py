@@ -3,8 +3,6 @@ plain parameters of which each has a part, and parts that are updated on the hos
 has half of every sequence. The gradients of what all have are averaged over them, by DDP or `fully_shard`: a mean over
 the ranks is one over the whole sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 """Levels of recomputation: what each keeps of a stage, what it must not keep, and schedules on two ranks. That stages
 of all kinds train as in a plain run is in `test_odd_stages` and `test_split_stages`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

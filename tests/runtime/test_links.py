@@ -2,8 +2,6 @@
 overlap. And which GPUs share one, as sysfs tells it on machines whose trees others have published: the trees are
 written here as files; nothing was measured on these machines."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path

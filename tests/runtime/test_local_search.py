@@ -1,7 +1,5 @@
 """A training without a service: it searches on its own host, finds what a cache has, and keeps what it finds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

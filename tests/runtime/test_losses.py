@@ -1,8 +1,6 @@
 """Losses that autograd functions add inside of backwards, as mixtures of experts do, count as under torch's own
 schedules; parameters that only `loss_fn` has are trained as those of the last stage."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial

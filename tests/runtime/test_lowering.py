@@ -1,8 +1,6 @@
 """What a rank runs: messages match pair by pair, no rank waits for ever, and a schedule that cannot run here is
 refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Times and their spread, computed by hand; the budget of a GPU; op times of steps, which noise does not move, and the
 problem made of them; parameters of a GPU from its kernels."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ than is certified. With parameters in float64, and to the bit where gradients ar
 `make stacks` runs it in an environment with the package.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

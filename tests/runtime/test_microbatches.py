@@ -1,8 +1,6 @@
 """Micro-batches that are cut already, of different shapes: losses and gradients are those of a plain run, and only
 shapes that do not follow from others are learned."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

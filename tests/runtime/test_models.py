@@ -1,7 +1,5 @@
 """`stages_of`: a model as its author wrote it trains as in a plain run, however it was cut."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

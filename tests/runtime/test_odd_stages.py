@@ -1,8 +1,6 @@
 """Stages as users write them: gradients, buffers and the batch are those of a plain run, split or not, recomputed or
 offloaded."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """Optimizers on the host: the training is bit by bit that of a plain run with the same optimizer for every stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Host memory is allocated once, in the exact size, and stays locked while it is used. An engine keeps its order after
 a failure."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

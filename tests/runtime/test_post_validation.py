@@ -1,7 +1,5 @@
 """No rank waits between steps, and updates that are ahead of their norm come out, to the bit, as if they had waited."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """The profiled problem predicts the memory that a schedule really takes; a step that holds more says after which op. By
 default activations may take what is free on a GPU beside all else that a step allocates."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple

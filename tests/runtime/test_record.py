@@ -1,7 +1,5 @@
 """`record_trace`: steps by PyTorch's own schedules become a trace that `optpipe.measured` reads."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import groupby, product

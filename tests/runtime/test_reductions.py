@@ -1,8 +1,6 @@
 """Gradients are reduced over the replicas while backwards run, and come out as if that had been done after the step.
 With ZeRO-2 those of a stage are reduced several times a step, and a rank holds few whole gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas of a pipeline, in DDP or FSDP: their gradients are those of the whole batch, whatever else they do."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -2,8 +2,6 @@
 That they have the bits of plain autograd, and that norms that are written out train as in a plain run, is in
 `test_odd_stages`. Under autocast around a step each weight is cast once a step, for all micro-batches and their ops."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A split backward of whole stages, also compiled ones: what waits for W, in what order, and what does not wait."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

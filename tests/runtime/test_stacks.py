@@ -6,8 +6,6 @@ stacks, given to their own readers, and models built by it.
 MEGATRON_LM is a checkout of Megatron-LM (core_v0.16.1): its package has no reader.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -2,8 +2,6 @@
 the process, too: its own memory, as the kernel counts it, falls at D and grows at R. That reloaded bytes are the same
 is in `test_odd_stages`."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """After a swap: back from a schedule that is slower or runs out of memory, and on with another number of
 micro-batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ In float64. Losses are the same to the bit, and so are gradients where a stage's
 order; where the order is another, or two copies of a stage are summed, they are equal within 1e-9.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ In float64: losses are the same to the bit, gradients are equal within 1e-9, bec
 micro-batches at the end of a step.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

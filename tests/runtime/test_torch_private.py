@@ -1,8 +1,6 @@
 """Each of torch's private names that the runtime uses still means what it is used for. What is behind `fsdp` and
 `pipelining` is tested by what uses them, on ranks; here only that the names are there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType

@@ -1,8 +1,6 @@
 """A training script around a pipeline compared with the same training in one process; docs/training.md, whose script
 runs; and a model that is profiled layer by layer, which takes the placement that was found, also in mid training."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -1,7 +1,5 @@
 """Where work is counted, the clock of a busy machine ends nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import ortools.sat.python.cp_model  # noqa: F401 OR-Tools is loaded before a test of the MILP loads HiGHS, not after it

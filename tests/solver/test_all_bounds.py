@@ -4,8 +4,6 @@
 half an hour, and says how often a bound is the optimum.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

@@ -1,7 +1,5 @@
 """Bounds and the least memory hold for every schedule, and are what one computes by hand where that is easy."""
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One clock for a search and its parts: by the wall, or by counted work with the wall as a backstop."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

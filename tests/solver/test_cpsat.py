@@ -1,8 +1,6 @@
 """CP-SAT on the whole problem against every program there is (on tiny problems) and against `check` (on random ones);
 and its grid."""
 
-from __future__ import annotations
-
 import random
 from fractions import Fraction
 from math import floor

@@ -1,7 +1,5 @@
 """The engine `dispatch`: what its rules lead to is valid, and its search gets ahead of published schedules."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Heuristics, bounds, the least memory and every model read the one table of effects: they hold for others, too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice

@@ -1,8 +1,6 @@
 """The engine process: it does what the request says, and dies with its parent even while native code runs. On real
 models an engine, a heuristic or a published schedule that fails is a fault, not a note."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

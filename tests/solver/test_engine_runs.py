@@ -1,8 +1,6 @@
 """Which engine runs when, from which schedule, how long and with how many threads; when one does not run again; their
 table."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import NamedTuple, cast

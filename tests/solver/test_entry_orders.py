@@ -1,7 +1,5 @@
 """Micro-batches that differ may enter in any order: published schedules and list scheduling are tried in several."""
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Any
 

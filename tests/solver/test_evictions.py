@@ -1,8 +1,6 @@
 """Evictions to peers and optimizers on the host, which no engine makes: nothing of the solver or the cache breaks them,
 forgets them or claims what they disprove."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """First schedules: many requests, each answered with what the real search would begin with."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Heuristics fit wherever any schedule does, are good where memory is short, and pair what saves time together."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from itertools import islice

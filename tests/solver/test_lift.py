@@ -1,7 +1,5 @@
 """`lift`: any valid times become programs that run no later and hold no more."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings

@@ -1,7 +1,5 @@
 """Large-neighbourhood search: where its windows lie, and what it makes of a schedule."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

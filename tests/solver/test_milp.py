@@ -1,8 +1,6 @@
 """OptPipe's MILP against `check` (on random problems), to the byte, and its refusals; what it reports of itself and of
 a solver that fails. `test_milp_switches` compares it with every program there is."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -1,7 +1,5 @@
 """Each step of section 4.1, and each backend, leaves the optimum of the MILP as it is."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from dataclasses import replace

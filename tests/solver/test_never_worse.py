@@ -1,7 +1,5 @@
 """More memory, more parts or another way to relieve memory never leads to a longer schedule; what gains gets time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

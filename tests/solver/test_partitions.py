@@ -1,8 +1,6 @@
 """Partitions of layers: recognised, made better, and bounded by what holds for every one of them; and the stages given,
 which must be what the layers make."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations, islice, pairwise
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Placement search: every answer verified for its placement, bounds that hold for all of them, and time where it
 pays."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

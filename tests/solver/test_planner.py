@@ -1,8 +1,6 @@
 """The planner: what it chooses from; its answer is that of trying everything, fits, and follows the memory; what it
 says of its parts, and the settings of other stacks that make them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The portfolio: the best of heuristics and engines, each engine's word verified, each engine's fault survived, the
 last line in time."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

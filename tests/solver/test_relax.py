@@ -1,7 +1,5 @@
 """The bound of one device alone: below every schedule, and what one computes by hand where that is easy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path

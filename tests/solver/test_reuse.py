@@ -1,8 +1,6 @@
 """A schedule of yesterday's figures becomes one of today's: valid, in the old order as far as memory admits, and short.
 A search begins with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """BPipe: 1F1B's time on balanced memory, for any number of stages and micro-batches."""
 
-from __future__ import annotations
-
 from math import ceil
 
 import pytest

@@ -1,8 +1,6 @@
 """Chronos-Pipe, Chronos-Recomp, the ZeRO-2 variant, Chronos-Offload: the paper's formulas in its unit model, and the
 right ones where these are loose."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import groupby, product
 from math import ceil, gcd

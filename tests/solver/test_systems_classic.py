@@ -1,7 +1,5 @@
 """Naive, GPipe, 1F1B, interleaved, recomputation, balanced stages: their formulas in the papers' unit model."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

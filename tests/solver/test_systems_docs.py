@@ -1,7 +1,5 @@
 """The docs tell of every published schedule, with a picture of the problem of its paper's figure."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

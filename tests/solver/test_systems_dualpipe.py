@@ -1,7 +1,5 @@
 """DualPipe and DualPipeV: the published bubble and activations in the unit model, and pairs of every sort of stages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """PipeOffload: GIS and GIS-H by their formulas, PO-H and PO-F by theirs and with every sort of link; Algorithm 1."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise, product
 from math import ceil

@@ -1,8 +1,6 @@
 """Every published schedule is valid on stages of any times, on any devices, and holds what it holds on even ones; which
 stages those are."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Published schedules in a search: which run on a problem's own stages, and that none that fits is better than the
 answer."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

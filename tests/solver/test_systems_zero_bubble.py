@@ -1,8 +1,6 @@
 """ZB-H1, ZB-H2, ZB-V, V-Half and V-Min: their formulas in the papers' unit model. V-Auto: never behind them. Building
 blocks."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

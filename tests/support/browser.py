@@ -1,7 +1,5 @@
 """Pages in a real browser, without a window: Debian's chromium, or Google Chrome."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ A model as wide as its type's default, with a few layers, stands on the `meta` d
 whose stages are compared with it on inputs of another kind than those of `models.proof`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Compares arrays by name, such as gradients and parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

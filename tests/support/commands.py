@@ -1,7 +1,5 @@
 """Commands of `optpipe` and other programs in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

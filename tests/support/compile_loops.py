@@ -1,7 +1,5 @@
 """Compiles the search loops before the tests start, or each process that runs tests would do it by itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from optpipe import Problem

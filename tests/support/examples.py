@@ -1,7 +1,5 @@
 """How many examples of a property are tried: fewer in `make suite` than in `make soak`."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
 USUAL = 100  # what hypothesis tries where a test states nothing

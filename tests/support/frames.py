@@ -1,7 +1,5 @@
 """What a search emits, by kind of frame."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What pip installs with a package."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement

@@ -1,7 +1,5 @@
 """Tables of the documentation, so that tests can hold what stands there against what is measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

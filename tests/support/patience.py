@@ -1,7 +1,5 @@
 """What a busy machine may take, where a program gives up sooner."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

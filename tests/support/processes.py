@@ -1,7 +1,5 @@
 """Which processes exist."""
 
-from __future__ import annotations
-
 import psutil
 
 

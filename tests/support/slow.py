@@ -1,7 +1,5 @@
 """Which tests `make test` leaves to `make test-all`: the one place where a test is marked `slow`."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatch
 
 import pytest

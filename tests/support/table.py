@@ -1,7 +1,5 @@
 """Figures that tests find, as rows of a table that `make stacks` prints."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stands in for an engine: the environment variable that has the engine's name says what it does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

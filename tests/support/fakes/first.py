@@ -1,8 +1,6 @@
 """Stands in for `optpipe_solver.first`, for the problems of `support.problems.chain`; the request's method says what
 it does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,8 +1,6 @@
 """The real solver, held back: a search by `auto` begins once the file `HELD_UNTIL` of the environment is there, and
 ends with the first schedule that is shorter than the one it starts from, or after `SEARCH_S`."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

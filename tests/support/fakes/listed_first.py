@@ -1,8 +1,6 @@
 """`optpipe_solver.first` without bounds that tell and without its search among rules, so that nothing is proven at once
 and something is left to search for."""
 
-from __future__ import annotations
-
 from optpipe_solver.first import answer
 from optpipe_solver.portfolio import heuristic_runs, portfolio
 

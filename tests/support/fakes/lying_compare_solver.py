@@ -1,7 +1,5 @@
 """Stands in for the process that makes schedules to compare; not all of its schedules are valid."""
 
-from __future__ import annotations
-
 from optpipe.process.protocol import Bound, CompareRequest, End, Incumbent, Note, Programs, read_one, write_frame
 from support.problems.chain import gpipe, one_by_one
 

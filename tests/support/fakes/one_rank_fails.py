@@ -1,7 +1,5 @@
 """One rank ends as a command does that was given a wrong value; the other would go on for long."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

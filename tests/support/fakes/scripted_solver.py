@@ -1,7 +1,5 @@
 """Stands in for the solver: the request's method says what it does, well or badly."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

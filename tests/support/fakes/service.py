@@ -1,7 +1,5 @@
 """A service that answers as a test wants, correctly or in any wrong way, and remembers its requests."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct

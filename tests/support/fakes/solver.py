@@ -4,8 +4,6 @@ It writes the frames of `optpipe.process.child` as plain JSON and imports slow m
 tests start hundreds of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Bounds of a problem by their names, and what CP-SAT finds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from optpipe import Problem, Schedule

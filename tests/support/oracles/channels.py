@@ -1,7 +1,5 @@
 """Runs the communication of plans by hand, without ranks, as the strictest hardware would."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 It knows when each byte is held, so tests can see that a device never holds more bytes than its certificate says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Which receives are posted before an own op that they depend on, by a search of the graph of all ops."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Other tables of effects, to see every model follow the one that there is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The optimum by trying every schedule there is, for tiny problems: no solver's optimum may differ from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product

@@ -1,7 +1,5 @@
 """OptPipe's MILP in a process of its own: highspy cannot be loaded beside ortools, which other tests use."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

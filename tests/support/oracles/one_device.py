@@ -1,8 +1,6 @@
 """The search of `optpipe_solver.relax` as plain as can be: every state is tried, none stands for another, and no bound
 but the time that has passed tells which comes first. For a handful of micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator
 from heapq import heappop, heappush
 from itertools import count, product

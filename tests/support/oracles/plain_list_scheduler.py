@@ -3,8 +3,6 @@
 Slow, and an oracle: tests compare the compiled one with it, op by op.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from math import inf

@@ -1,8 +1,6 @@
 """Times of programs, each combined with each: what one waits for is told in plain steps, which are then timed by
 compiled loops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple

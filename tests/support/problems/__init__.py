@@ -1,7 +1,5 @@
 """The one place where tests build problems: `pipeline(4, 8, 20, stage((10, 10, 8), (5, 2), offload=(12, 12, 5)))`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small problem, and two schedules of it that differ in length and memory, for tests of what stores or sends them."""
 
-from __future__ import annotations
-
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from support.problems import pipeline, stage

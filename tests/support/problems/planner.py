@@ -1,7 +1,5 @@
 """A small question for the planner: six layers on four GPUs, with few choices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """A schedule of every system and heuristic, for any number of ranks."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Hypothesis strategies: problems that are small enough for their optimum to be found, and short of memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

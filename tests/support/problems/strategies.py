@@ -1,7 +1,5 @@
 """Hypothesis strategies: problems of every kind, and schedules that are valid by construction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

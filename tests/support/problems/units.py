@@ -1,7 +1,5 @@
 """Problems as papers assume them: all stages are alike, messages take no time, and memory is ample."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from optpipe.model.placement import Placement, Shape

@@ -1,7 +1,5 @@
 """The device that tests compute on: the CPU, or under `make test-gpu` the GPU of this process."""
 
-from __future__ import annotations
-
 import os
 
 import torch

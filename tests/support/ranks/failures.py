@@ -1,7 +1,5 @@
 """What the ranks run in `test_failures`: a stage raises, or a process is killed, at a place that the test names."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping, Sequence

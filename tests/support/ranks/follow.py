@@ -1,7 +1,5 @@
 """What the ranks run in `test_follow`."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

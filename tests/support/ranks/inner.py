@@ -1,7 +1,5 @@
 """Stages that several ranks compute together, by torch's tensor parallelism, and the same model in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What the ranks run in `test_links`: training over shared links, with copies that are slow enough to overlap."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """What ranks run in `test_megatron`: a small GPT of Megatron-core, by its own functions and by ours, on CPUs. The
 package is there in an environment of `make stacks` only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple

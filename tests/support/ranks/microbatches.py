@@ -1,8 +1,6 @@
 """What the ranks run in `test_microbatches`: steps and evaluations with micro-batches of different shapes, and the
 plain run that they must equal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

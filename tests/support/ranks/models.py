@@ -1,7 +1,5 @@
 """Models as their authors wrote them, cut by `stages_of`, and the plain run of each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

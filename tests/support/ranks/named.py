@@ -1,7 +1,5 @@
 """What `optpipe profile --model` makes of a model that is named: its stages in a row, and its problem."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

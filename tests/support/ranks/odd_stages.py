@@ -1,7 +1,5 @@
 """Stages of such modules by name, for the tests; and which of their gradients come at B."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable

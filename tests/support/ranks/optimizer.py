@@ -1,8 +1,6 @@
 """What the ranks run in `test_optimizer`: training with optimizers on the host, and a plain run with the same
 optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any

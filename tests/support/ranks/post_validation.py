@@ -1,8 +1,6 @@
 """What the ranks run in `test_post_validation`: the same training with gradients clipped before each update, and with
 updates that are ahead of their norm."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Programs of two ranks for four micro-batches, and of a V of four stages for three, that several tests run."""
 
-from __future__ import annotations
-
 
 def programs(*texts: str) -> list[list[str]]:
     return [text.split() for text in texts]

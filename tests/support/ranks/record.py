@@ -1,7 +1,5 @@
 """What the ranks run in `test_record`: recorded steps by torch's own schedules, on stages that sleep."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

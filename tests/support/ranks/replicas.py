@@ -1,7 +1,5 @@
 """Replicas of pipelines on ranks: stages in DDP or FSDP, trainings, and what happens in which order."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Scripts that torchrun starts elsewhere, on ranks that run already: they need not load torch again."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """What the ranks run in `test_swaps` and `test_chaos`: training while schedules change, and schedules that go wrong."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """What the ranks run in `test_systems`: one training step by each of many schedules, with parameters that stay the
 same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

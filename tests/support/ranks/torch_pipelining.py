@@ -1,8 +1,6 @@
 """What the ranks run in `test_torch_pipelining`: one training step by each of many schedules in PyTorch's own runtime,
 `_PipelineScheduleRuntime`, which reads them from files."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path

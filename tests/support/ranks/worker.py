@@ -1,8 +1,6 @@
 """Rank processes over gloo on loopback. Each runs the functions that it is sent, and answers with their results. One
 whose function raises ends, as a training script does."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

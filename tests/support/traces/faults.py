@@ -1,7 +1,5 @@
 """Recordings of steps of several replicas in which nothing is wrong, or exactly one thing."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

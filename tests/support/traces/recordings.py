@@ -1,7 +1,5 @@
 """Schedules written down as other programs write what they measured, with evaluations and steps that were cut off."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator

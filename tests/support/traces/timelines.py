@@ -1,7 +1,5 @@
 """A small timeline as StragglerAnalysis writes them, and what it was made of."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
