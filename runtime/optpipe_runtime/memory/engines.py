@@ -62,6 +62,14 @@ class Handle(Protocol):
         """Makes everything that is computed or freed from here on come after the transfer."""
 
 
+class CopyEngine(Protocol):
+    """Runs transfers one after the other, in the order of the calls."""
+
+    def run(self, work: Callable[[], object]) -> Handle: ...
+
+    def close(self) -> None: ...
+
+
 class Destination(Protocol):
     """Where one part of an activation is kept while it is off the device, and how it gets there."""
 
@@ -149,9 +157,6 @@ class _StreamHandle:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self.end)
-
-
-CopyEngine = ThreadEngine | StreamEngine  # runs transfers one after the other, in the order of the calls
 
 
 def copy_engine(device: torch.device) -> CopyEngine:
