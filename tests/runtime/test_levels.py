@@ -67,7 +67,6 @@ def trained(turn: Turn, all_ways: Sequence[Sequence[Way]]) -> tuple[Problem, lis
                 module.zero_grad()
             torch.manual_seed(rank)
             report = pipe.step(inputs, targets)
-            assert pipe.plan is not None
             certificate = pipe.plan.certificate
             steps.append(
                 Trained(report, numbers(modules), certificate.device[rank].bytes, certificate.host[rank].bytes)

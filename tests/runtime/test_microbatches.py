@@ -208,7 +208,6 @@ def test_the_next_training_starts_from_the_rules_of_the_last(ranks: Ranks, tmp_p
     assert ([len(each) for each in starts], none) == ([0, 1, 1, 1], [])
     kept = CostModel.load(path).rules
     (_, again), _ = ranks(continued, taken=COUNTS[:1], budget=400_000, path=path)
-    assert kept is not None
     assert kept.step.microbatches == len(COUNTS[-1].sizes)
     [[start]] = again
     assert start.step == kept.step

@@ -93,7 +93,6 @@ def test_a_weight_that_is_used_otherwise_is_the_parameter(odd: Callable[[Tensor,
     norm = Scaled()
     module, (x,) = gated(norm), batches(1)
     stage = runner(module, link)
-    assert stage.split.calls is not None
     assert list(stage.split.calls.scaling) == [norm]
     norm.odd = odd  # type: ignore[assignment]
     plain, leaf = copy.deepcopy(module), x.clone().requires_grad_()

@@ -223,7 +223,6 @@ def test_what_is_in_flight_and_waiting_change_the_order():
     stay = *StageRelief.none(2, 4), np.zeros(2), np.arange(4)
     for in_flight, wait_ms in ((4, none), (4, waits), (1, none)):
         schedule = simulator.schedule(Rules(np.full(2, in_flight), wait_ms, *stay), "dispatch")
-        assert schedule is not None
         orders.append("".join(op.kind.name for op in schedule.programs[0].ops()))
     assert orders == ["FFFFBWBWBWBW", "FFFBBBFWWWBW", "FBFWBFWBFWBW"]
 

@@ -90,7 +90,6 @@ def test_repair_keeps_what_is_evicted_and_gives_up_where_that_is_not_possible_an
     schedule = evicting(paired(ACTIVATION))
     slower = paired(ACTIVATION, p2p_ms=2.0)
     found = repair(slower, schedule)
-    assert found is not None
     assert found.programs == schedule.programs
     assert repair(paired(3 * ACTIVATION).replace(stages=units(2, 2).stages), schedule) is None
 
@@ -104,7 +103,6 @@ def test_the_cache_tells_them_apart(tmp_path):
     assert cache.lookup(plain) is None
     slower = paired(ACTIVATION, p2p_ms=0.1)
     hit = cache.lookup(slower)
-    assert hit is not None
     assert hit.schedule.makespan_ms == simulate(slower, evicting(slower)).makespan_ms
     costly = problem.replace(stages=[problem.stages[0].model_copy(update={"evict_ms": 1.0}), problem.stages[1]])
     assert list(features(problem).terms(features(costly))) == ["evict"]
