@@ -253,6 +253,9 @@ def improve(
 ) -> Search:
     """Searches in the background: the first schedule comes within moments from a heuristic, better ones from engines.
 
+    Raises InputError if an option is unknown or out of range. An unknown method is reported when the first result is
+    asked for.
+
     Parameters
     ----------
     warm_start
@@ -265,9 +268,6 @@ def improve(
         Called with the id of the solver's process before it is asked anything, to set limits for it.
     options
         `optpipe.options.SolveOptions`, such as `method="cpsat", time_limit_s=20`; docs/commands.md has a table.
-
-    Raises InputError if an option is unknown or out of range. An unknown method is reported when the first result is
-    asked for.
     """
     return search(problem, SolveOptions.from_arguments("improve", options), warm_start, cache, admit)
 

@@ -160,6 +160,8 @@ def compare(
     With `placements="all"` each published schedule runs on the stages that it is for, and each search runs twice: on
     the problem's own stages, and from what it found there on any stages.
 
+    Raises InputError if a method is unknown, or an option is unknown or out of range.
+
     Parameters
     ----------
     methods
@@ -170,8 +172,6 @@ def compare(
         Called with each row as it comes.
     options
         `optpipe.options.CompareOptions`; time limit, threads and memory are those of each search.
-
-    Raises InputError if a method is unknown, or an option is unknown or out of range.
     """
     chosen = CompareOptions.from_arguments("compare", {**options, "methods": methods})
     rows = []

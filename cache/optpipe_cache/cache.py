@@ -62,6 +62,9 @@ class Cache:
     ) -> bool:
         """Store a schedule unless a better one of its problem is there; return whether it was stored.
 
+        Raises ScheduleError if the schedule is not valid, InputError if the bound is above the schedule's own length or
+        `optimal` is not proven.
+
         Parameters
         ----------
         status, lower_bound_ms
@@ -69,9 +72,6 @@ class Cache:
             `optimal` needs a bound that proves it: a user who finds such an entry searches no more.
         verified
             The caller has called `check` on this schedule, so it is not checked again.
-
-        Raises ScheduleError if the schedule is not valid, InputError if the bound is above the schedule's own length or
-        `optimal` is not proven.
         """
         if not verified and (wrong := check(schedule.problem, schedule)):
             raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")

@@ -52,6 +52,9 @@ class Export:
 def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) -> str:
     """A schedule in the form that another program reads. If that does not fit the memory, that is logged.
 
+    Raises InputError if there is no such form, or it cannot express an op or the order; ScheduleError if the schedule
+    cannot run.
+
     Parameters
     ----------
     to
@@ -61,9 +64,6 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
         Primus' pipeline launcher. `json`: the schedule file, the only form that has everything.
     without_offload
         Leave out O, D and R. The schedule then needs the memory that `certify` says of `leave_out_offload(schedule)`.
-
-    Raises InputError if there is no such form, or it cannot express an op or the order; ScheduleError if the schedule
-    cannot run.
     """
     exported = export(schedule, to, without_offload)
     for misfit in exported.misfits:

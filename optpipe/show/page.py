@@ -51,14 +51,14 @@ class Picture:
 def plot(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None) -> Picture:
     """The interactive picture of a schedule: when each op runs, why devices wait, memory within its limit.
 
+    Raises as the schedule's timeline does.
+
     Parameters
     ----------
     before
         Another schedule of the same work, drawn above on the same time axis, with what changed.
     lower_bound_ms
         What no schedule of the problem can be shorter than, in ms, such as `Result.lower_bound_ms`.
-
-    Raises as the schedule's timeline does.
     """
     height = FRAME_HEIGHT + (FURTHER_HEIGHT if before else 0)
     return page(figure(schedule, before, lower_bound_ms), height, schedule.method)
