@@ -90,8 +90,10 @@ def _search(folder: Path, problem: Path, options: Sequence[str]) -> Reached:
     if not done.stdout:
         raise InputError(f"{folder}: {problem}: {done.stderr.strip()}")
     answer = json.loads(done.stdout)
-    waited = any(COMPILED in note for note in answer["notes"])
-    return Reached(answer["makespan_ms"], answer["lower_bound_ms"], answer["method"] or answer["status"], waited)
+    waited = any(COMPILED in note for note in answer.get("notes", []))
+    return Reached(
+        answer.get("makespan_ms"), answer.get("lower_bound_ms"), answer.get("method") or answer["status"], waited
+    )
 
 
 def _line(name: str, before: Reached, after: Reached) -> str:
