@@ -75,9 +75,7 @@ def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, 
             rules = changed(simulator, rules, random)
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(problem=problems(), seed=st.integers(0, 99))
-def test_the_compiled_clock_does_what_a_plain_list_scheduler_does(problem: Problem, seed: int) -> None:
+def require_the_plain_order(problem: Problem, seed: int) -> None:
     simulator, random = Simulator(problem), np.random.default_rng(seed)
     state = simulator.new_state()
     for rules in some_rules(simulator, seed):
@@ -87,6 +85,18 @@ def test_the_compiled_clock_does_what_a_plain_list_scheduler_does(problem: Probl
             np.testing.assert_array_equal(state.start, plain.start)
             np.testing.assert_array_equal(state.moved, plain.moved)
             rules = changed(simulator, rules, random)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99))
+def test_the_compiled_clock_does_what_a_plain_list_scheduler_does(problem: Problem, seed: int) -> None:
+    require_the_plain_order(problem, seed)
+
+
+@pytest.mark.parametrize("activations", [1.5, 2.3])
+def test_it_does_so_where_much_leaves(activations: float) -> None:
+    problem = Problem.load(Path(__file__).parents[2] / "examples/problems/slowlink-8x16-parts4.json")
+    require_the_plain_order(problem.with_memory_for(activations), 0)
 
 
 @settings(max_examples=examples(24), deadline=None)
