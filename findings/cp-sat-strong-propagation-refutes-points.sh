@@ -2,8 +2,8 @@
 # OR-Tools 9.15.6755, CP-SAT: with use_strong_propagation_in_disjunctive, a feasible no-overlap model with intervals of size
 # 0 at the border of another interval is called INFEASIBLE. The default parameters call the same model OPTIMAL.
 #
-# Expected: the parameter "makes propagation stronger", so the status stays. Seen: it changes, with one worker, without any
-# warning. A refutation by it is no proof where a model has intervals of size 0.
+# Expected: stronger propagation changes the time, not the status. Seen: it changes the status, with one worker, without a warning.
+# A refutation by it is no proof where a model has intervals of size 0.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,8 +3,8 @@
 # gradients on all stages but the first, without an error or a warning. With ScheduleInterleaved1F1B, same stages and same
 # data, they are equal.
 #
-# Expected: the gradients of replicas are equal after a step, or the combination is refused. Seen: the split backward (I, W)
-# computes gradients by torch.autograd.grad, which runs no post-accumulate hooks, so nothing is reduced.
+# Expected: the gradients of replicas are equal after a step, or the combination is refused. Seen: each replica of those stages
+# keeps gradients of its own, so replicas drift apart.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,8 +3,7 @@
 # stage is given to fully_shard; where its blocks are, too, as trainings do, the gradients of middle stages are wrong and those
 # of the last stage are None. No error, no warning. With ScheduleInterleaved1F1B both are right.
 #
-# Expected: the same gradients however a stage is wrapped. Seen: the split backward (I, W) runs no post-accumulate hooks, and
-# blocks reduce (or not) by which hooks of the stage ran.
+# Expected: the same gradients however a stage is wrapped, or an error.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
