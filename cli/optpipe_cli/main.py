@@ -57,7 +57,8 @@ def _exit_code(load: Callable[[], App], name: str) -> int:
     except OptPipeError as error:
         _print_error(str(error))
     except OSError as error:  # such as a full disk behind stdout
-        _print_error(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
+        if not isinstance(error, BrokenPipeError):  # as `head` leaves it, which has what it wanted
+            _print_error(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
         # What is still buffered cannot be written either; without this the interpreter would fail once more at exit.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

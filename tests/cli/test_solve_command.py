@@ -87,6 +87,17 @@ def test_an_unusable_cache_is_reported_and_ignored(scripted, small, tmp_path, mo
     assert "the cache cannot be used" in err
 
 
+def test_a_reader_that_has_enough_is_no_error(scripted, small):
+    """As `head` ends, here before the first line."""
+    one_at_a_time(small).save("s.json")
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", CLI, "show", "s.json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (2, b"")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device on this system")
 def test_a_full_disk_is_one_sentence_and_does_not_hide_the_answer(scripted, small):
     code, out, err = scripted("solve", "p.json", "--method", "good", "-o", "/dev/full")
