@@ -57,11 +57,13 @@ def _exit_code(load: Callable[[], App], name: str) -> int:
     except OptPipeError as error:
         _print_error(str(error))
     except OSError as error:  # such as a full disk behind stdout
-        if not isinstance(error, BrokenPipeError):  # as `head` leaves it, which has what it wanted
+        has_reader = not isinstance(error, BrokenPipeError)  # `head` ends once it has what it wanted
+        if has_reader:
             _print_error(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
         # What is still buffered cannot be written either; without this the interpreter would fail once more at exit.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2 if has_reader else 1  # 1 as `rich` ends
     return 2
 
 
