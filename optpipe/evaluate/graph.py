@@ -18,7 +18,7 @@ from optpipe.errors import ScheduleError
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import NONE, Floats, Ints
 from optpipe.model.costs import FORWARDS, GRADIENTS
-from optpipe.model.ops import HOST_LINK, INWARD, KINDS, PEER_LINK, Kind
+from optpipe.model.ops import HOST_LINK, INWARD, KINDS, Kind, Stream
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 
@@ -27,6 +27,8 @@ OWN = 0  # the step before of the same stage and micro-batch (`KindInfo.needs`)
 ACROSS = 1  # the neighbour stage's forward or backward; of an eviction the room on the peer
 RESTORED = 2  # what brings a backward's activation back, or a forward's parameters (`KindInfo.restored`)
 ISSUED = 3  # the op on the compute stream after which a transfer stands in its program
+
+_STREAM = np.array([list(Stream).index(KINDS[kind].stream) for kind in Kind])  # each device has one of each
 
 
 class Needs(NamedTuple):
@@ -103,19 +105,17 @@ def needs_of(problem: Problem, rows: Rows, index: Index) -> Needs:
 
 def streams_of(problem: Problem, links: Mapping[str, Program], rows: Rows, index: Index) -> Streams:
     """The streams' ops in their order. Raises ScheduleError where the order of a shared link is missing or wrong."""
-    devices, host_links = len(problem.devices), int(problem.costs.link.max()) + 1
+    on_devices, host_links = len(Stream) * len(problem.devices), int(problem.costs.link.max()) + 1
     inward = rows.of_kinds(*INWARD) & (problem.transfer_mode == "full_duplex")
-    host_stream = devices + 2 * problem.costs.link[rows.device] + inward
-    stream = np.where(rows.on_host_link, host_stream, rows.device)
-    stream += rows.of_kinds(*PEER_LINK) * (devices + 2 * host_links)
-    stream += rows.of_kinds(Kind.U) * 2 * (devices + host_links)
+    on_link = on_devices + 2 * problem.costs.link[rows.device] + inward
+    stream = np.where(rows.on_host_link, on_link, len(Stream) * rows.device + _STREAM[rows.kind])
     position = np.arange(len(rows))
     for link in problem.shared_links:
         ordered = _rows_on_link(problem, links, link, rows, index)
         position[ordered] = np.arange(len(ordered))
     leads = np.flatnonzero(~rows.second)
     order = leads[np.lexsort((position[leads], stream[leads]))]
-    return Streams(order, np.searchsorted(stream[order], np.arange(3 * devices + 2 * host_links + 1)))
+    return Streams(order, np.searchsorted(stream[order], np.arange(on_devices + 2 * host_links + 1)))
 
 
 def _rows_on_link(problem: Problem, links: Mapping[str, Program], link: str, rows: Rows, index: Index) -> Ints:

@@ -10,7 +10,7 @@ import numpy as np
 
 from optpipe.errors import ScheduleError
 from optpipe.model.arrays import NONE, OFF_ROUTE, Flags, Ints, Table
-from optpipe.model.ops import EVICTION, HOST_LINK, IN_PARTS, KINDS, OPTIMIZER, TRANSFERS, Kind, Op, Pair
+from optpipe.model.ops import HOST_LINK, IN_PARTS, KINDS, OPTIMIZER, TRANSFERS, Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, marks_of
 
@@ -119,11 +119,12 @@ class Rows:
         refuse(microbatch >= problem.microbatches, f"there are {problem.microbatches} micro-batches")
         accepting, optimizer = self.of_kinds(Kind.A, Kind.V), self.of_kinds(*OPTIMIZER)
         home = costs.device[stage]
-        refuse(self.of_kinds(*EVICTION) & ~costs.can_evict[stage], "the stage has no evict_ms")
+        lacking = costs.lacks[self.kind, stage]
+        refuse(lacking, f"the stage has no {' and no '.join(KINDS[self.op(int(lacking.argmax())).kind].ms)}")
+        refuse(accepting & ~costs.can_evict[stage], "the stage has no evict_ms")
         refuse(accepting & (costs.peer[home] != self.device), "the stage's device has another peer")
         refuse(~accepting & (home != self.device), "the stage is on another device")
         refuse(optimizer & (microbatch > 0), "what happens once an iteration is written with micro-batch 0")
-        refuse(optimizer & ~costs.can_update[stage], "the stage has no update_ms")
         passed = costs.before[costs.route[microbatch], stage] != OFF_ROUTE
         refuse(~optimizer & ~passed, "the micro-batch does not pass this stage")
         again = self.of_kinds(Kind.C)

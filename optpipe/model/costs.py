@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from optpipe.model.arrays import NONE, OFF_ROUTE, UNLIMITED, Flags, Floats, Ints, Table
-from optpipe.model.ops import KINDS, Kind
+from optpipe.model.ops import IN_PARTS, KINDS, Kind
 from optpipe.model.records import Device, EachMs, Message, Stage
 
 FORWARDS, GRADIENTS = range(2)  # rows of `Costs.message_ms`
@@ -71,6 +71,7 @@ class Costs:
     parts: Ints  # (S,)
     levels: LevelCosts  # what it costs to compute activations again
     evict: Ints  # (S, m) bytes
+    lacks: Flags  # (len(Kind), S) kinds of op for which the stage has no time; for O and R its levels may have one
     can_offload: Flags  # (S,)
     can_evict: Flags  # (S,)
     can_update: Flags  # (S,)
@@ -121,6 +122,7 @@ class Costs:
             parts=parts,
             levels=LevelCosts.from_stages(stages, parts, m),
             evict=nbytes("evict_bytes"),
+            lacks=np.array([[_lacks(stage, kind) for stage in stages] for kind in Kind]),
             can_offload=marked("can_offload"),
             can_evict=marked("can_evict"),
             can_update=marked("can_update"),
@@ -231,6 +233,10 @@ def _durations_ms(stages: Sequence[Stage], parts: Ints, microbatches: int) -> Fl
         if info.in_parts:
             table[kind] /= parts[:, None]
     return np.broadcast_to(table, (len(Kind), len(stages), microbatches))
+
+
+def _lacks(stage: Stage, kind: Kind) -> bool:
+    return kind not in IN_PARTS and any(getattr(stage, field) is None for field in KINDS[kind].ms)
 
 
 def _message_ms(p2p_ms: EachMs, messages: Sequence[Message], device: Ints, senders: Ints) -> Floats:

@@ -231,7 +231,7 @@ def test_each_mistake_is_reported(problem: Problem, programs: tuple[str, ...], m
         (UPDATING, ("0F0 1F0 1BW0 0BW0 1U0",), "1U0 in the program of device 0 has no gradients"),
         (UPDATING, ("0F0 1F0 1G0",), "1G0 in the program of device 0 has no weight gradient"),
         (updating(m=2), ("0P1 0F0 1F0",), "0P1 in the program of device 0: what happens once an iteration is written"),
-        (PAIR, ("0P0 0F0", ""), "0P0 in the program of device 0: the stage has no update_ms"),
+        (PAIR, ("0P0 0F0", ""), "0P0 in the program of device 0: the stage has no parameters_in_ms"),
         (UPDATING, ("0F0 0P0 1F0 1BW0 0BW0 0G0 0U0",), "deadlock: 0F0 waits for 0P0 waits for 0F0"),
     ],
 )

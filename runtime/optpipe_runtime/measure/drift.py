@@ -21,16 +21,12 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.model.arrays import NONE
-from optpipe.model.ops import Kind
+from optpipe.model.ops import KINDS, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.records import Level, Stage, one_for_all
 from optpipe_runtime.execute.report import StepReport
 
-FIELDS = {
-    Kind.F: "forward_ms", Kind.B: "backward_input_ms", Kind.W: "backward_weight_ms",
-    Kind.O: "offload_ms", Kind.R: "reload_ms", Kind.E: "evict_ms", Kind.L: "load_ms",
-    Kind.G: "gradient_out_ms", Kind.U: "update_ms", Kind.P: "parameters_in_ms",
-}  # fmt: skip
+FIELDS = {kind: info.ms[0] for kind, info in KINDS.items() if len(info.ms) == 1}
 WINDOW = 16  # steps
 OF_LEVEL = {Kind.C: "recompute_ms", Kind.O: "offload_ms", Kind.R: "reload_ms"}  # of a level of recomputation
 TRACED = 3  # of them, by `Follower`: the fewest whose median one slow step does not move

@@ -172,9 +172,8 @@ def _costs(times: Mapping[str, Spread], trials: Sequence[Trial]) -> dict[str, An
     """A stage's cost fields, without those of what it cannot do."""
     levels = [partial(trials[0].field_of, level) for level in trials[0].levels]
     one = trials[0].levels == (FULL,)  # which moves no checkpoints
-    names = dict.fromkeys(
-        [*SIZES, *(field(name) for field in levels for name in ("checkpoint_bytes", "offload_bytes"))]
-    )
+    names = [*SIZES, *(field(name) for field in levels for name in ("checkpoint_bytes", "offload_bytes"))]
+    names += [name for trial in trials for name in trial.sizes]  # those of features, too
     sizes = {
         name: (min if field_name(name) in LEAST else max)(trial.sizes.get(name, 0) for trial in trials)
         for name in names
