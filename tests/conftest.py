@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 from support.examples import USUAL
-from support.patience import GRACE_S
+from support.processes import GRACE_S
 from support.service.postgres import database, database_url, postgres, postgres_url, sqlite_url
 from support.slow import is_slow
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.utils import canonicalize_name
-from support.packages import with_what_they_need
+from support.deployment import with_what_they_need
 from support.problems import pipeline, stage
 
 from benchmarks.__main__ import load

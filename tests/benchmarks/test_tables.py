@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.tables import shown
 
 from benchmarks import reuse, scale, solver
 from benchmarks.__main__ import BENCHMARKS, load
@@ -17,17 +18,6 @@ EXAMPLES = sorted((ROOT / "examples/problems").glob("*.json"))
 ZERO_BUBBLE = sorted((ROOT / "examples/problems/zero-bubble").glob("*.json"))
 SEARCHES = ((figures, "solve"), (reuse, "solve"), (scale, "improve"), (solver, "solve"), (published, "solve"))
 SEARCHES += ((table1, "compare"),)
-
-
-def shown(page: str, first: str) -> list[str]:
-    """The lines of the table or list on the page that begins with `first`, but for the line below a heading. Before it
-    and `: ` may stand the heading of its section."""
-    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
-    heading, _, first = first.rpartition(": ")
-    begin = lines.index(heading) if heading else 0
-    begin = next(at for at in range(begin, len(lines)) if lines[at].startswith(first))
-    end = next(at for at in range(begin, len(lines)) if not lines[at] or lines[at].startswith("```"))
-    return [line for line in lines[begin:end] if not re.fullmatch(r"\|[-: |]+", line)]
 
 
 @pytest.mark.parametrize(

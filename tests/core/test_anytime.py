@@ -15,10 +15,8 @@ from unittest.mock import Mock
 
 import pytest
 from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
-from support.patience import hold_timers
 from support.problems import pipeline, stage
-from support.processes import over
-from support.until import until
+from support.processes import hold_timers, over, until
 
 from optpipe import Device, InputError, anytime, improve, solve, solvers
 from optpipe.anytime import better_start

@@ -17,8 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.deployment import ROOT
-from support.ports import free_port
-from support.until import until
+from support.processes import free_port, until
 
 pytestmark = pytest.mark.stacks
 BIN = Path(sys.executable).parent

@@ -21,8 +21,8 @@ from support.deployment import (
     image_environment,
     image_packages,
     instructions,
+    with_what_they_need,
 )
-from support.packages import with_what_they_need
 
 
 @pytest.fixture(params=SERVICES)

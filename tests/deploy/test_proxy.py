@@ -11,10 +11,9 @@ from typing import Any
 import httpx
 import pytest
 from support.deployment import ROOT
-from support.ports import free_port
+from support.processes import free_port, until
 from support.service import client_at, events, fake_service
 from support.service.rest import PROBLEM
-from support.until import until
 
 from optpipe_server.database.keys import SCOPES
 from optpipe_server.http.app import LONGEST_BODY

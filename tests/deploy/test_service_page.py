@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from support.deployment import ROOT
-from support.pages import DOCS, table
-from support.ports import free_port
+from support.processes import free_port
+from support.tables import DOCS, table
 
 from optpipe_cache.cache import KEPT
 from optpipe_server import Settings, accepted

@@ -15,10 +15,9 @@ import httpx
 import psycopg
 import pytest
 from support.deployment import ROOT, SCRAPED, SERVICES, image_environment, image_packages
-from support.ports import free_port
+from support.processes import free_port, until
 from support.service import client_at
 from support.service.postgres import Postgres
-from support.until import until
 
 PASSWORD = "not a default: pass/word@1"  # with all that a URL would read otherwise
 PROBLEM = ROOT / "examples" / "problems" / "shared-pcie-4x8.json"

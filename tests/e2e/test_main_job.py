@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from support.ports import free_port
+from support.processes import free_port, until
 from support.ranks import scripts
 from support.ranks.scripts import calls_on
 from support.service.serve_process import serve_process
-from support.until import until
 
 from examples import reference
 from examples.demo import __main__ as demo

@@ -13,8 +13,8 @@ import pytest
 from cyclopts import CycloptsError
 from support.problems import pipeline, stage
 from support.problems.chain import chain
+from support.processes import until
 from support.service import running, settings_in, use_fake_solver
-from support.until import until
 
 import optpipe
 from optpipe import InputError, Result, ScheduleFile, anytime, check, comparison, solvers

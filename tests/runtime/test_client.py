@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from support.fakes import service as fake
 from support.fakes.service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
-from support.ports import free_port
 from support.problems.chain import chain, gpipe, one_by_one
+from support.processes import free_port, until
 from support.service import running, settings_in, use_fake_solver
 from support.service.following import news, until_ended, warnings
-from support.until import until
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, check

@@ -13,8 +13,8 @@ import pytest
 from support.fakes import service as fake
 from support.fakes.service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
 from support.problems.chain import chain, gpipe, one_by_one
+from support.processes import until
 from support.service.following import set_waits, until_ended, warnings
-from support.until import until
 from tenacity import Future
 
 from optpipe.errors import InputError

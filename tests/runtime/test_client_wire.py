@@ -6,8 +6,8 @@ import pytest
 from support.fakes import service as fake
 from support.fakes.service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
 from support.problems.chain import chain, gpipe, one_by_one
+from support.processes import until
 from support.service.following import news, set_waits, warnings
-from support.until import until
 
 from optpipe.errors import InputError
 from optpipe_runtime.service.client import Offer, ScheduleClient

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import table
+from support import tables
 from support.causal_types import EQUAL, HEADS, LEFT_OUT, WRONG, rows
 from support.ranks.cases import numbers
 from support.ranks.models import MICROBATCHES, programs
@@ -116,7 +116,7 @@ def test_losses_are_those_of_the_model_itself(ranks: Ranks, name: str, backend: 
     assert found == losses
     assert len([*at_b, *also]) == (8 if backend else 0)
     assert all("layernorm" in parameter for parameter in [*at_b, *also])
-    table.note(f"{name}{' compiled' if backend else ''}", ranks.world, "stages_of", 0.0)
+    tables.note(f"{name}{' compiled' if backend else ''}", ranks.world, "stages_of", 0.0)
     gradients = {key.split(".model.", 1)[1]: value for key, value in (gradients | others).items()}
     for key, parameter in whole.named_parameters():
         np.testing.assert_allclose(gradients[key], parameter.grad, rtol=1e-4, atol=1e-6, err_msg=key)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from support.fakes.scripted_solver import all_forwards_first
 from support.problems.chain import chain
+from support.processes import until
 from support.ranks import cases, follow
 from support.ranks.worker import Ranks
 from support.service.following import news, warnings
-from support.until import until
 
 from optpipe import solvers
 from optpipe.errors import InputError

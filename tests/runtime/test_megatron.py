@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import problems, table
+from support import problems, tables
 from support.problems.published import Case, published
 from support.ranks import cases, megatron
 from support.ranks.megatron import Outcome
@@ -68,7 +68,7 @@ def test_every_published_schedule_has_the_losses_and_gradients_of_megatrons_own(
         require_same(f"Megatron's own on {placement}", outcomes, plain[len(placement)])
     for case, *outcomes in zip(found, *by_rank, strict=True):
         difference = require_same(case.name, outcomes, plain[len(case.schedule.problem.stages)])
-        table.note(case.name, ranks.world, "forward_backward_func", difference)
+        tables.note(case.name, ranks.world, "forward_backward_func", difference)
 
 
 @pytest.mark.parametrize(("placement", "activations"), [((0, 1), 1.8), ((0, 1, 1, 0), 1.5)])
@@ -88,7 +88,7 @@ def test_peaks_are_as_certified_on_the_problem_that_it_profiles(
     for name, *outcomes in zip(schedules, *by_rank, strict=True):
         difference = require_same(name, outcomes, plain, tolerance=1e-12)  # sums may come in another order
         share = max(done.peak_bytes / done.certified_bytes for done in outcomes)
-        table.note(f"{name} on {placement}", ranks.world, "forward_backward_func", difference, share)
+        tables.note(f"{name} on {placement}", ranks.world, "forward_backward_func", difference, share)
         assert 0 < share <= 1
     kept, left = zip(*by_rank, strict=True)
     assert [done.host_peak_bytes for done in kept] == [0, 0]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support import table
+from support import tables
 from support.problems.published import published
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
@@ -356,5 +356,5 @@ def test_ten_steps_by_their_own_builders(train: Callable[..., Any], ranks: Ranks
         difference = max(
             abs(a - b) for one, other in zip(losses, theirs, strict=True) for a, b in zip(one, other, strict=True)
         )
-        table.note(name, ranks.world, "torch-csv", difference)
+        tables.note(name, ranks.world, "torch-csv", difference)
         assert difference < 1e-5, name

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support import problems, table
+from support import problems, tables
 from support.close import joined, require_close
 from support.problems.published import Case, published
 from support.ranks import cases as rank_cases
@@ -85,7 +85,7 @@ def test_every_published_schedule_that_the_rows_can_say(
     plain = {size: rank_systems.plain(layout) for size, layout in sizes.items()}
     for (case, to, file), *outcomes in zip(files, *by_rank, strict=True):
         difference = require_same(f"{case.name}, {to}", outcomes, plain[len(file.placement), file.microbatches])
-        table.note(case.name, call.world, to, difference)
+        tables.note(case.name, call.world, to, difference)
         for _, text in outcomes:
             assert text.splitlines() == file.path.read_text().splitlines(), case.name
         programs = import_schedule(file.path, case.schedule.problem).programs
@@ -199,7 +199,7 @@ def test_no_published_schedule_takes_more_than_its_certificate(
         certified = [peak.bytes for peak in certify(real, case.schedule).device]
         shares = [done.peak_bytes / most for done, most in zip(outcomes, certified, strict=True)]
         assert 0 < max(shares) <= 1, case.name
-        table.note(case.name, call.world, "torch_schedule", difference, max(shares))
+        tables.note(case.name, call.world, "torch_schedule", difference, max(shares))
 
 
 @pytest.mark.stacks
@@ -217,7 +217,7 @@ def test_a_paced_step_takes_no_less_than_predicted(ranks: Ranks) -> None:
     assert check(problem, offloaded) == []
     by_rank = ranks(torch_pipelining.run_paced, schedule=offloaded, times=times, steps=5)
     share = min(map(max, zip(*by_rank, strict=True))) / offloaded.makespan_ms
-    table.note("paced", 2, "torch_schedule", step_share=share)
+    tables.note("paced", 2, "torch_schedule", step_share=share)
     assert share > 0.98
 
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import problems
 from support.close import require_close
-from support.pages import DOCS
 from support.ranks import cases, models, scripts
 from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages, pipeline, plain_training, sgd
 from support.ranks.models import MICROBATCHES
 from support.ranks.programs import OFFLOADED, SPLIT
 from support.ranks.replicas import parameters, place
 from support.ranks.worker import Ranks
+from support.tables import DOCS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 from support.problems.chain import chain
+from support.processes import until
 from support.service import client_of, events
 from support.service.postgres import on_sqlite, shared_on_sqlite
 from support.service.rest import submit, until_over, until_running
-from support.until import until
 
 from optpipe_server import Settings
 from optpipe_server.http.job_updates import POLL_S, Topic, events_of

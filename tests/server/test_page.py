@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from support.browser import browser, watched
-from support.ports import free_port
 from support.problems.chain import chain
+from support.processes import free_port
 from support.service import client_at
 from support.service.rest import submit, until_over
 from support.service.serve_process import serve_process

@@ -14,13 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.ports import free_port
 from support.problems.chain import chain
-from support.processes import over
+from support.processes import free_port, over, until
 from support.service import client_at, client_of, events
 from support.service.postgres import on_sqlite
 from support.service.serve_process import serve_process
-from support.until import until
 
 from optpipe import InputError, Problem, ScheduleFile, check
 from optpipe_server import Settings

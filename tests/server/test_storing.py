@@ -23,12 +23,12 @@ from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 from structlog.testing import capture_logs
 from support.problems.chain import chain, gpipe, one_by_one
+from support.processes import until
 from support.service import client_of, events, settings_in
 from support.service.postgres import Postgres
 from support.service.rest import submit
 from support.service.serve_process import serve_process
 from support.service.work import submit as submit_to
-from support.until import until
 
 from optpipe import InputError, Result
 from optpipe.options import SolveOptions

@@ -18,7 +18,7 @@ from support.frames import notes, schedules
 from support.oracles.enumeration import EXHAUSTIVE, LATE_START, SPAN, best_of_all, problem_of, stage
 from support.oracles.milp import Solver
 from support.problems.small import lasting, problems_of_every_sort
-from support.until import until
+from support.processes import until
 
 from optpipe import Problem, Schedule, anytime, check, improve, solvers
 from optpipe.evaluate.objective import Objective

@@ -1,14 +1,15 @@
-"""docker-compose.yml and the files that belong to it."""
+"""docker-compose.yml and the files that belong to it, and what pip installs with a package."""
 
 import re
 import shlex
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import yaml
-
-from support.packages import with_what_they_need
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
@@ -44,3 +45,20 @@ def image_environment() -> dict[str, str]:
 def image_packages() -> set[str]:
     [words] = [words for words in build_commands() if "install" in words]
     return with_what_they_need(words[-1].replace(".[", "optpipe["))
+
+
+def with_what_they_need(*packages: str) -> set[str]:
+    """The packages named, and all that they require here, extras only where they are asked for."""
+    found, waiting = set(), [Requirement(package) for package in packages]
+    while waiting:
+        wanted = waiting.pop()
+        if (asked := (canonicalize_name(wanted.name), frozenset(wanted.extras))) in found:
+            continue
+        found.add(asked)
+        try:
+            needs = [Requirement(text) for text in requires(wanted.name) or ()]
+        except PackageNotFoundError:  # of another platform
+            continue
+        extras = wanted.extras or [""]
+        waiting += [r for r in needs if r.marker is None or any(r.marker.evaluate({"extra": x}) for x in extras)]
+    return {name for name, _ in found}

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, func, select, update
 from support.problems.chain import chain, gpipe, one_by_one
+from support.processes import until
 from support.service import running, settings_in
 from support.service.work import FAST, PROBLEM, SLOW, found, row, start, submit
-from support.until import until
 
 from optpipe import Problem, Result
 from optpipe.options import SolveOptions

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.processes import until
 from support.service import client_at, running, settings_in, use_fake_solver
 from support.service.rest import PROBLEM
-from support.until import until
 
 from optpipe_server.http import app
 from optpipe_server.http import server as http_server

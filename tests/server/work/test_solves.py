@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 from support.fakes.solver import SLEEP
-from support.patience import hold_timers
 from support.problems.chain import gpipe, one_by_one
-from support.processes import over
+from support.processes import hold_timers, over, until
 from support.service.postgres import on_sqlite
 from support.service.work import Work, problem, sound, start
-from support.until import until
 
 from optpipe import Problem, Result, anytime, solvers
 from optpipe.process import process_tree

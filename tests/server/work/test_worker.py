@@ -15,12 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 from sqlalchemy import select
-from support.processes import over
+from support.processes import over, until
 from support.service import client_at
 from support.service.postgres import Postgres
 from support.service.work import Work, problem, sound
 from support.service.worker_process import WorkerProcess, worker_process
-from support.until import until
 
 from optpipe import InputError
 from optpipe.process import process_tree

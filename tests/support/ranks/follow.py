@@ -15,8 +15,8 @@ from optpipe_runtime import Follower, Pipeline, Profiler
 from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.memory import engines
 from optpipe_runtime.service import client
+from support.processes import until as wait_until
 from support.ranks.cases import batch, loss_fn, own_stages
-from support.until import until as wait_until
 
 
 def follow(

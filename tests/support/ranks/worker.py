@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from support.patience import GRACE_S
+from support.processes import GRACE_S
 from support.ranks.device import ON_CUDA
 
 STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds

@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 from optpipe_server.database import Database
-from support.until import until
+from support.processes import until
 
 # Runs a program, as another user if one is given. The kernel ends it when its parent ends.
 LAUNCH = f"""

@@ -14,7 +14,7 @@ from optpipe import Problem, ScheduleFile
 from optpipe_server.database.tables import OPEN
 from optpipe_server.http.tools import UPLOADED
 from support.problems.chain import chain, gpipe
-from support.until import until
+from support.processes import until
 
 PROBLEM = chain().to_dict()
 DRIFTED = chain(scale=2.0).to_dict()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from support.ports import free_port
+from support.processes import free_port
 from support.service import client_at
 
 START = """

@@ -20,7 +20,7 @@ from optpipe_server.database.tables import incumbents, jobs, problems
 from optpipe_server.service_cache import ServiceCache
 from optpipe_server.work import make_worker
 from support.problems.chain import chain, gpipe, one_by_one
-from support.until import until
+from support.processes import until
 
 PROBLEM = chain()
 SLOW, FAST = one_by_one(PROBLEM), gpipe(PROBLEM)
