@@ -75,24 +75,6 @@ def test_each_change_has_its_search_and_what_is_kept_none(words, searched, names
     assert bench(*words).out == out
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("solver",), "problem files or --random 22 were expected"),
-        (("solver", "--random", 1, "--against", "method=foo"), "method = 'foo': the methods are auto, "),
-        (("solver", "--random", 1, "--against", "gap=1"), "--against = 'gap=1': method, time_limit_s, threads, seed "),
-        (("pareto", FASTLINK, "--budgets", "half"), "budgets: 'half': expected shares of M above 0, or ample"),
-        (("pareto", FASTLINK, "--budgets", "1,-2"), "budgets: '-2': expected shares"),
-    ],
-)
-def test_a_mistake_is_one_sentence_before_the_first_search(words, told, bench, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(solver, "solve", None)
-    code, out, err = bench(*words)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert told in err
-
-
 def test_first_schedules_are_valid(bench):
     out = bench("first", "--devices", 4, "--microbatches", 8).out
     assert "adaoffload" in out

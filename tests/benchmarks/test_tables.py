@@ -1,10 +1,12 @@
-"""Tables of the docs are what the benchmarks print of the answers that `benchmarks/results` keeps, without a search."""
+"""Without a search: tables of the docs are what the benchmarks print of the answers that `benchmarks/results` has; and
+mistakes are refused."""
 
 import re
 from pathlib import Path
 
 import pytest
 from support.tables import shown
+from support.traces.timelines import saved, timeline
 
 from benchmarks import reuse, scale, solver
 from benchmarks.__main__ import BENCHMARKS, load
@@ -18,6 +20,12 @@ EXAMPLES = sorted((ROOT / "examples/problems").glob("*.json"))
 ZERO_BUBBLE = sorted((ROOT / "examples/problems/zero-bubble").glob("*.json"))
 SEARCHES = ((figures, "solve"), (reuse, "solve"), (scale, "improve"), (solver, "solve"), (published, "solve"))
 SEARCHES += ((table1, "compare"),)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_searched(monkeypatch):
+    for module, name in SEARCHES:
+        monkeypatch.setattr(module, name, None)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +42,7 @@ SEARCHES += ((table1, "compare"),)
         (["reuse", "--first", "8", *CHANGED], "reuse", "cache.md", "| times by a tenth"),
     ],
 )
-def test_the_page_has_what_the_benchmark_prints(words, results, page, first, bench, tmp_path, monkeypatch):
-    for module, name in SEARCHES:
-        monkeypatch.setattr(module, name, None)
+def test_the_page_has_what_the_benchmark_prints(words, results, page, first, bench, tmp_path):
     kept = tmp_path / "results.jsonl"
     kept.write_bytes((ROOT / "benchmarks/results" / f"{results}.jsonl").read_bytes())
     code, out, err = bench(*words, "--time-limit", 60, "--results", kept)
@@ -44,6 +50,15 @@ def test_the_page_has_what_the_benchmark_prints(words, results, page, first, ben
     table = shown(page, first)
     assert len(table) > 2
     assert set(table) <= set(out.splitlines())
+
+
+@pytest.mark.parametrize(("name", "page", "least"), [("traces", "fidelity", 7), ("corpus", "diagnose", 6)])
+def test_the_page_has_what_the_results_say(name, page, least, bench):
+    code, out, err = bench(name, "--results", ROOT / f"benchmarks/results/{name}.jsonl")
+    assert code == 0, err
+    rows = [row for row in out.splitlines() if row.startswith("| ")]
+    assert len(rows) >= least
+    assert set(rows) <= {*(ROOT / f"docs/{page}.md").read_text(encoding="utf-8").splitlines()}
 
 
 def test_the_page_has_rows_of_the_table_of_costs(bench):
@@ -61,3 +76,41 @@ def test_an_unknown_name_ends_with_the_list(bench):
     code, out, _ = bench("nope")
     assert code == 2
     assert "table1" in out
+
+
+SCALE = "not what `python -m benchmarks scale` writes"
+
+
+@pytest.mark.parametrize(
+    ("words", "results", "told"),
+    [
+        ("table1 --rows 36", None, "--rows = '36': a number or a range within 1-35"),
+        ("scale", "no JSON", SCALE),
+        ("scale", '{"bench": "table1"}', SCALE),
+        ("scale", '{"bench": "scale"}\n{"row": 1}', SCALE),
+        (
+            "scale --time-limit 30 --seed 2",
+            '{"bench": "scale", "time_limit_s": 60.0, "seed": 0}',
+            "measured with time_limit_s = 60.0, seed = 0; expected time_limit_s = 30.0, seed = 2",
+        ),
+        ("solver", None, "problem files or --random 22 were expected"),
+        ("solver --random 1 --against method=foo", None, "method = 'foo': the methods are auto, "),
+        ("solver --random 1 --against gap=1", None, "--against = 'gap=1': method, time_limit_s, threads, seed "),
+        (f"pareto {EXAMPLES[0]} --budgets half", None, "budgets: 'half': expected shares of M above 0, or ample"),
+        (f"pareto {EXAMPLES[0]} --budgets 1,-2", None, "budgets: '-2': expected shares"),
+        ("traces .", None, "no timelines: files named"),
+        ("traces some --gains AB", None, "--gains = 'AB': expected one of t"),
+        ("corpus none", None, "no traces: files named .json"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_any_search(words, results, told, bench, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("some").mkdir()
+    saved(timeline(), Path("some"))
+    if results:
+        Path("results").write_text(f"{results}\n")
+        words += " --results results"
+    code, out, err = bench(*words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert told in err
