@@ -1,11 +1,16 @@
-"""Steps with exactly one fault: it is named, nothing else is, and a job without it takes the predicted time."""
+"""Steps with exactly one fault: it is named, nothing else is, and a job without it takes the predicted time. Public
+traces, which are no part of the repository: the folder that OPTPIPE_TRACES names has them."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from hypothesis import given, settings
+from support.browser import Opened, browser
 from support.commands import Run, run
 from support.examples import examples
 from support.problems import pipeline, stage
@@ -14,12 +19,13 @@ from support.traces.faults import Job, jobs, recorded
 from support.traces.recordings import csv_table, primus_dump, torch_events, torch_traces
 
 from optpipe import InputError
-from optpipe.diagnose import Change, Diagnosis, collect_runs, diagnose, diagnose_recording, explain
+from optpipe.diagnose import Change, Diagnosis, UserFacts, batch_of, collect_runs, diagnose, diagnose_recording, explain
 from optpipe.diagnose.lines import file_of, lines_of
+from optpipe.diagnose.page import picture
 from optpipe.measured.readers import RunFacts
 from optpipe_solver.systems import generate
 
-__all__ = ["run"]  # a fixture
+__all__ = ["browser", "run"]  # fixtures
 
 JOB = Job(4, 8, 3, 6, "none", factor=1.6, place=2, replica=1, since=0, seed=7)
 
@@ -173,3 +179,75 @@ def test_what_was_not_measured_or_explained_is_said(tmp_path: Path) -> None:
     path.write_text("stage,op,microbatch,start_ms,end_ms\n0,F,0,0,1\n0,F,1,1,2\n0,BW,0,2,3\n0,BW,1,9,10\n")
     (doubt,) = diagnose(path, time_limit_s=0.0).causes
     assert doubt == "what a replay does not explain: 60.0% of a step, so the other figures are in doubt"
+
+
+MARKED = """() => {
+  const plot = document.querySelector('.plot');
+  const device = (name) => plot.data.filter((trace) => trace.name && trace.name.startsWith(name)).flatMap(({y}) =>
+    Array.from({length: y.length / 6}, (_, i) => Math.floor(-y[6 * i])));
+  return [device('marked'), device('ops')];
+}"""
+
+
+def test_each_loss_and_each_cell_shows_what_it_is_about(browser: Any, tmp_path: Path) -> None:
+    picture(diagnosed("stages")).save(tmp_path / "page.html")
+    opened = Opened(browser, tmp_path / "page.html")
+    page = opened.page
+    text = page.locator("body").inner_text()
+    assert not [word for word in ("kB", "Memory", "emory of", "certified") if word in text]
+    assert page.evaluate("() => document.querySelector('.plot').layout.annotations.length") == 2  # as it ran, cured
+    shown = []
+    for name in ("stages that are uneven", "work"):
+        before = page.locator("#picture").get_attribute("data-drawn")
+        page.locator(f".loss:has-text('{name}')").last.focus()
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f"#picture:not([data-drawn='{before}'])")
+        page.wait_for_function("() => document.querySelector('.plot').textContent.includes('as it ran')")
+        shown.append(page.evaluate(MARKED))
+    (marked, ops), (none, _) = shown
+    assert marked == [2] * (2 * JOB.microbatches)
+    assert (len(ops), none) == (4 * 2 * JOB.microbatches, [])
+    page.locator(".cell").first.focus()
+    for key in ("ArrowDown", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_selector(".cell[aria-pressed='true'][aria-label^='replica 0, device 1']")
+    page.wait_for_function("() => document.querySelector('.plot').data.some(({name}) => name === 'marked')")
+    assert set(page.evaluate(MARKED)[0]) == {1}
+    violations = Axe().run(page).response["violations"]
+    assert [each["id"] for each in violations if each["impact"] in ("serious", "critical")] == []
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate("() => document.documentElement.scrollWidth") == 390
+    opened.close()
+
+
+TRACES = Path(os.environ.get("OPTPIPE_TRACES", "/nowhere"))
+# What the analysis published with each timeline found, the largest first.
+PUBLISHED = {"AR": ["slow-device"], "SE": ["replicas", "stages", "micro-batches"], "ST": ["stages"]}
+
+
+def found(name: str) -> Diagnosis:
+    if not (TRACES / name).exists():
+        pytest.skip(f"OPTPIPE_TRACES names no folder with {name}")
+    return diagnose(TRACES / name, time_limit_s=0.0)
+
+
+@pytest.mark.parametrize("job", PUBLISHED)
+def test_causes_are_those_that_were_published(job: str) -> None:
+    losses = found(f"timeline-{job}.json.gz").losses
+    assert [part.name for part in losses.causes] == PUBLISHED[job]
+    assert losses.replay_error < 0.01
+    assert sum(part.ms for part in losses.parts) == pytest.approx(losses.measured_ms, rel=1e-12)
+    slow = [(each.replica, each.device) for each in losses.slow_devices]
+    assert slow == ([(0, 0)] if job == "AR" else [])
+
+
+def test_two_chunks_are_predicted_from_one() -> None:
+    one, two = found("pp8"), found("pp8_vpp2")
+    assert max(one.losses.replay_error, two.losses.replay_error) < 0.01
+    (chunks,) = (cure.schedule for cure in one.cures.cures if cure.name == "chunks")
+    change = Change(placement=chunks.placement, schedule=chunks)
+    steps = one.runs.steps.tolist()
+    ms = [batch_of(one.runs, one.losses.healthy_ms, step, UserFacts()).predict(change).ms for step in steps]
+    assert np.mean(ms) == pytest.approx(two.losses.measured_ms.mean(), rel=0.02)
+    assert np.median(ms) == pytest.approx(np.median(two.losses.measured_ms), rel=0.02)
