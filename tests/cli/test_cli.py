@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,13 +19,11 @@ from support.problems.chain import chain, one_by_one
 from optpipe import Problem, Schedule, ScheduleFile
 from optpipe_cli.output import Plain, new_console
 
-CLI = "from optpipe_cli.main import main; main()"
-
 
 def test_pages_are_utf_8_wherever_they_are_written(scripted, small):
     one_at_a_time(small).save("s.json")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-c", CLI, "show", "s.json", "--html", "s.html", "--svg", "s.svg"]
+    command = [sys.executable, "-m", "optpipe_cli", "show", "s.json", "--html", "s.html", "--svg", "s.svg"]
     subprocess.run(command, env=os.environ | plain, check=True)
     assert "·" in Path("s.svg").read_text(encoding="utf-8")
     assert "·" in Path("s.html").read_text(encoding="utf-8")
@@ -190,20 +187,6 @@ def test_a_users_mistake_is_one_sentence(scripted, small, words):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {WRONG[words]}")
     assert not Path("s.json").exists()
-
-
-def test_help_is_quick_and_imports_nothing_heavy():
-    code = (
-        "import sys, time; began = time.perf_counter(); sys.argv = ['optpipe', '--help']\n"
-        "from optpipe_cli.main import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "print([m for m in ('torch', 'numpy', 'ortools', 'highspy', 'numba', 'fastapi', 'pydantic') if m in "
-        "sys.modules])"
-    )
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("[]")
-    assert time.monotonic() - began < 10  # the goal, half a second, is measured by hand: machines are noisy
 
 
 NAME = "x\x1b[31m\x1b]0;t\x07\u202e\nvalid: it runs [red] [/red] :smile: \x9b\u2028"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from graphlib import TopologicalSorter
 
 import grimp
+import pytest
 
 COMPONENTS = ("cache", "cli", "runtime", "server", "solver")
 HEAVY = ("torch", "ortools", "highspy", "numba", "fastapi", "sqlalchemy", "httpx")
@@ -21,10 +23,22 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules of a circle
 
 
-def test_the_core_needs_no_torch_and_no_solver():
-    code = (
-        "import optpipe, sys; [getattr(optpipe, name) for name in optpipe.__all__]; "
-        f"print([name for name in {HEAVY} if name in sys.modules])"
-    )
+HELP = """
+sys.argv = ['optpipe', '--help']
+from optpipe_cli.main import main
+try: main()
+except SystemExit: pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "further"),
+    [("import optpipe; [getattr(optpipe, name) for name in optpipe.__all__]", ()), (HELP, ("numpy", "pydantic"))],
+    ids=["the core", "optpipe --help"],
+)
+def test_nothing_heavy_is_imported_and_it_is_quick(code, further):
+    began = time.monotonic()
+    code = f"import sys\n{code}\nprint([name for name in {(*HEAVY, *further)} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert time.monotonic() - began < 10  # the goal, half a second, is measured by hand: machines are noisy

@@ -22,11 +22,11 @@ PATTERNS = (
     "e2e/*",
     "benchmarks/*",
     "runtime/test_local_search.py*",
-    "cli/test_solve_command.py::test_ctrl_c_while_an_engine_computes*",
+    "cli/test_search_commands.py::test_ctrl_c_while_an_engine_computes*",
     "runtime/test_training.py::test_the_script_in_the_docs_runs*",
     "runtime/test_training.py::test_both_examples_print_the_same_losses*",
     "runtime/test_training.py::test_packed_documents_have_the_losses_of_a_plain_run*",
-    "cli/test_profile_command.py::test_a_model_is_measured_under_torchrun*",
+    "cli/test_cost_commands.py::test_a_model_is_measured_under_torchrun*",
     # Other projects' programs, and their readers
     "runtime/test_torch_pipelining.py*",
     "runtime/test_megatron.py*",
