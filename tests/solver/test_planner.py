@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from support.problems.planner import RESERVED, SMALL, few_choices, question
 
 from optpipe import InputError, OptPipeError, check, export_schedule
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
@@ -15,7 +14,8 @@ from optpipe.options import SearchOptions
 from optpipe.transformer.calibrate import NAMES, UNEXPLAINED
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
-from optpipe.transformer.records import Parallelism, Run
+from optpipe.transformer.records import Parallelism, Run, Transformer
+from optpipe_solver import tuning
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
@@ -24,6 +24,15 @@ from optpipe_solver.planner.candidate import Candidate, difference
 from optpipe_solver.planner.candidates import Question, candidates
 from optpipe_solver.planner.search import Plan, PlanSearch, published
 from optpipe_solver.systems import generate
+
+SMALL = Transformer(layers=6, hidden=2048, ffn=8192, heads=2, vocabulary=64_000, sequence=2048)
+RESERVED = GPUS["A100"].reserved_bytes
+
+
+def question(memory_bytes: int = RESERVED + 3_200_000_000, **fields: object) -> Question:
+    """Six layers on four GPUs, so little memory that activations decide."""
+    gpu = GPUS["A100"].model_copy(update={"memory_bytes": memory_bytes, "gpus_per_node": 2})
+    return Question.from_dict({"model": SMALL, "gpu": gpu, "gpus": 4, "batch": 8, "run": Run(microbatches=1)} | fields)
 
 
 def planned(asked: Question, gap: float = 0.0) -> Plan:
@@ -34,7 +43,10 @@ def planned(asked: Question, gap: float = 0.0) -> Plan:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_choices() -> Iterator[None]:
-    with few_choices():
+    """Micro-batches of one or two sequences, and two chunks at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "MICROBATCH_SIZES", (1, 2))
+        patch.setattr(tuning, "CHUNKS", 2)
         yield
 
 
