@@ -52,7 +52,7 @@ PATTERNS = (
     "solver/test_first.py::test_memory_does_not_grow*",
 )
 # These run in `make test`, too: a page in a browser at least once.
-KEPT = ("core/test_page.py::test_the_bars_are_the_timeline*",)
+KEPT = ("core/test_show.py::test_the_bars_are_the_timeline*",)
 
 
 def is_slow(item: pytest.Item) -> bool:
