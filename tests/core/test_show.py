@@ -1,5 +1,5 @@
-"""Pictures draw every op of every schedule, memory as the certificate has it, and what two schedules do differently. The
-interactive one in a real browser tells what Python tells. Text of others is one line that a terminal only shows."""
+"""Pictures draw every op of every schedule, memory as the certificate has it, and what two schedules do differently.
+In a real browser the interactive one tells what Python tells. Text of others is one line that a terminal only shows."""
 
 import json
 import re
