@@ -1,4 +1,5 @@
-"""`improve` and `solve` with a scripted solver process: what callers see, and what is left behind."""
+"""`improve` and `solve` with a scripted solver process: what callers see, and what is left behind. In the background work
+disturbs little: a session is as nice as its leader, and modules stay out of collections."""
 
 import gc
 import os
@@ -7,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from support.processes import hold_timers, over, until
 from optpipe import Device, InputError, anytime, improve, solve, solvers
 from optpipe.anytime import better_start
 from optpipe.process import child
+from optpipe.process.background import group_as_nice
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 120  # no search here lasts so long, however busy the machine
@@ -108,11 +109,6 @@ def test_an_invalid_schedule_is_never_seen(problem):
     assert "still here" in results[-1].notes
 
 
-def test_a_refused_request_raises_input_error(problem):
-    with pytest.raises(InputError, match="method = 'unknown': the methods are good and worse"):
-        solve(problem, method="unknown", time_limit_s=LIMIT_S)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -120,12 +116,13 @@ def test_a_refused_request_raises_input_error(problem):
         ({"time_limit": 5}, "improve: time_limit is not an option; did you mean time_limit_s?"),
         ({"color": 5}, "improve: color is not an option; expected time_limit_s, gap, "),
         ({"threads": 0}, "improve: threads = 0: input should be greater than or equal to 1"),
+        ({"method": "unknown"}, "method = 'unknown': the methods are good and worse"),
         ({"warm_start": "s.json"}, "warm_start is of type str: a Schedule was expected (Schedule.load reads a file)"),
     ],
 )
 def test_a_wrong_argument_is_named(problem, arguments, message):
     with pytest.raises(InputError) as raised:
-        improve(problem, **arguments)
+        list(improve(problem, **arguments))
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
 
@@ -163,7 +160,7 @@ def test_cancel_keeps_the_best_so_far(problem):
     assert time.monotonic() - began < SLEEP_S
 
 
-def test_a_search_in_a_reference_cycle_leaves_no_process_and_no_open_file(problem):
+def test_a_search_in_a_reference_cycle_leaves_no_process_and_no_open_file(problem, recwarn):
     search = improve(problem, method="sleep", time_limit_s=LIMIT_S)
     next(search)
     for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
@@ -171,24 +168,21 @@ def test_a_search_in_a_reference_cycle_leaves_no_process_and_no_open_file(proble
         timer.join()
     search.itself = search
     pid = search._child._process.pid
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        del search
-        gc.collect()
-    assert [str(warning.message) for warning in caught if "unclosed" in str(warning.message)] == []
+    del search
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn if "unclosed" in str(warning.message)] == []
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-def test_a_solver_that_cannot_be_started_leaves_no_open_file(problem, monkeypatch):
+def test_a_solver_that_cannot_be_started_leaves_no_open_file(problem, monkeypatch, recwarn):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    gc.collect()  # what other tests left
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(FileNotFoundError):
-            improve(problem)
-        gc.collect()
-    assert [str(warning.message) for warning in caught] == []
+    gc.collect()
+    recwarn.clear()  # what other tests left
+    with pytest.raises(FileNotFoundError):
+        improve(problem)
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_the_solver_dies_with_its_parent(problem, tmp_path):
@@ -204,3 +198,35 @@ def test_the_solver_dies_with_its_parent(problem, tmp_path):
         os.kill(pid, 0)
         parent.send_signal(signal.SIGKILL)
     until(lambda: over(pid), "the solver ends with its parent", within_s=40)  # well before it would by itself
+
+
+LEADER = "import os, sys; os.nice(7); print(flush=True); sys.stdin.read()"
+SERVICE = """
+import gc, os, optpipe_server
+def ready(url):
+    print(gc.get_freeze_count(), flush=True)
+    os._exit(0)
+settings = optpipe_server.Settings("sqlite:///jobs.sqlite", processes=1, solves=0)
+optpipe_server.serve(settings, port=0, ready=ready)
+"""
+POOL = "import gc, optpipe_server.pool.warm; print(gc.get_freeze_count())"
+
+
+@pytest.mark.parametrize("code", [SERVICE, POOL], ids=["the service", "its pool"])
+def test_the_heap_is_frozen_when_the_process_answers(code: str, tmp_path: Path) -> None:
+    told = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert int(told.stdout) > 50_000, "objects, most of them of modules"
+
+
+def test_a_session_is_as_nice_as_its_leader() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as leader:
+        leader.stdout.readline()
+        group_as_nice(leader.pid)
+        group = Path(f"/proc/{leader.pid}/autogroup")  # only where the kernel groups sessions
+        if group.exists():
+            text = group.read_text().partition(" ")[2].strip()
+            assert text in (f"nice {os.getpriority(os.PRIO_PROCESS, leader.pid)}", "")
+        leader.kill()
+    group_as_nice(leader.pid)  # the process has ended: nothing happens
