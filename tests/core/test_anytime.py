@@ -1,5 +1,5 @@
-"""`improve` and `solve` with a scripted solver process: what callers see, and what is left behind. In the background work
-disturbs little: a session is as nice as its leader, and modules stay out of collections."""
+"""`improve` and `solve` with a scripted solver process: what callers see, and what is left behind. What runs in the
+background disturbs little: a session is as nice as its leader, and modules stay out of collections."""
 
 import gc
 import os

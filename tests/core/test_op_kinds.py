@@ -1,26 +1,14 @@
 """Levels of recomputation, offloads, evictions and optimizers on the host: their times, their memory, and the mistakes
 that are found. What schedules do with them is tested wherever `support.problems.strategies` makes problems."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.problems import parsed, pipeline, stage
 from support.problems.chain import chain
 
-from optpipe import (
-    DeadlockError,
-    Device,
-    InputError,
-    Kind,
-    Op,
-    Problem,
-    Schedule,
-    ScheduleError,
-    ScheduleFile,
-    certify,
-    check,
-    simulate,
-)
+from optpipe import DeadlockError, InputError, Kind, Op, Problem, ScheduleError, ScheduleFile, certify, check, simulate
 from optpipe.lift import prune
 from optpipe.model.placement import rechunk
 from optpipe.reuse import repair
@@ -107,7 +95,7 @@ def test_an_offload_goes_where_memory_suffices_to_the_byte_without_it():
     away = parsed(problem, "0F0 0O0 0D0 0F1 0R0 0BW0 0BW1", "1F0 1BW0 1F1 1BW1")
     assert prune(away).programs[0].texts() == ["0F0", "0F1", "0BW0", "0BW1"]
     less = problem.devices[0].model_copy(update={"activation_budget_bytes": 1999})
-    tight = Schedule(problem.replace(devices=[less, problem.devices[1]]), away.programs)
+    tight = replace(away, problem=problem.replace(devices=[less, problem.devices[1]]))
     assert prune(tight).programs == away.programs
 
 
@@ -141,7 +129,7 @@ def test_a_stage_evicts_only_where_its_device_has_a_peer():
     assert [stage.can_evict for stage in both_ways.stages] == [True, False, False, False]
     assert [stage.evict_bytes for stage in rechunk(PAIR, 2).stages] == [4, None, 4, None]
     with pytest.raises(InputError, match=r"stages\[0\]\.evict_ms = 1\.0: its device 0 needs a peer"):
-        PAIR.replace(devices=[Device(activation_budget_bytes=9)] * 2)
+        PAIR.replace(devices=[device.model_copy(update={"peer": None}) for device in PAIR.devices])
 
 
 def test_a_shared_link_orders_the_transfers_of_optimizers_too():
@@ -226,6 +214,16 @@ def test_each_mistake_is_reported(problem: Problem, programs: tuple[str, ...], m
 @pytest.mark.parametrize(
     ("problem", "programs", "message"),
     [
+        (chain(), ("0F0 0F1 0BW0 0BW1", "1F0 1BW0 1BW1"), "1BW1 in the program of device 1 has no forward"),
+        (chain(), ("0F0 0BW0 0BW1", "1F0 1BW0 1F1 1BW1"), "0BW1 in the program of device 0 has no forward"),
+        (chain(), ("0F0 1F0", ""), "1F0 in the program of device 0: the stage is on another device"),
+        (chain(), ("2F0", ""), "2F0 in the program of device 0: there are 2 stages"),
+        (chain(), ("0F2", ""), "0F2 in the program of device 0: there are 2 micro-batches"),
+        (chain(), ("0F0 0D0", ""), "0D0 in the program of device 0 has no offload"),
+        (chain(), ("0F0 0O0.1", ""), "0O0.1 in the program of device 0: the stage has fewer parts"),
+        (chain(), ("0F0 0C0", ""), "0C0 in the program of device 0: the stage has no recompute_ms and no levels"),
+        (chain(), ("0F0+0BW1", ""), "ops run together only where the problem has overlap_factor"),
+        (chain(), ("", "", "0F0"), "there is a program for device 2, but the problem has 2 devices"),
         (PAIR, (FIRST, SECOND.replace("0A0 ", "")), "0E0 in the program of device 0 has no room on the peer"),
         (PAIR, (FIRST.replace("0L0 ", ""), SECOND), "0V0 in the program of device 1 has no load"),
         (UPDATING, ("0F0 1F0 1BW0 0BW0 1U0",), "1U0 in the program of device 0 has no gradients"),

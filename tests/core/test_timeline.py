@@ -11,7 +11,7 @@ from support.oracles import clock
 from support.problems import pipeline, stage
 from support.problems.strategies import AMPLE, problems_with_schedules
 
-from optpipe import DeadlockError, Op, Problem, Schedule, ScheduleError, check, simulate
+from optpipe import DeadlockError, Op, Problem, Schedule, check, simulate
 from optpipe.evaluate import timeline as timeline_module
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, TOLERANCE, gap, length_ms, raises, reaches, shorter
 from optpipe.model.ops import COMPUTE, MARKS
@@ -134,26 +134,6 @@ def test_a_cycle_over_many_devices_says_how_many_are_left_out():
     assert len(cycle) == 128
     assert message.endswith("and 48 more devices")
     assert len(message) < 3000
-
-
-@pytest.mark.parametrize(
-    ("programs", "message"),
-    [
-        ([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1BW1"]], "1BW1 in the program of device 1 has no forward"),
-        ([["0F0", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]], "0BW1 in the program of device 0 has no forward"),
-        ([["0F0", "1F0"], []], "1F0 in the program of device 0: the stage is on another device"),
-        ([["2F0"], []], "2F0 in the program of device 0: there are 2 stages"),
-        ([["0F2"], []], "0F2 in the program of device 0: there are 2 micro-batches"),
-        ([["0F0", "0D0"], []], "0D0 in the program of device 0 has no offload"),
-        ([["0F0", "0O0.1"], []], "0O0.1 in the program of device 0: the stage has fewer parts"),
-        ([["0F0", "0C0"], []], "0C0 in the program of device 0: the stage has no recompute_ms and no levels"),
-        ([["0F0+0BW1"], []], "ops run together only where the problem has overlap_factor"),
-        ([[], [], ["0F0"]], "there is a program for device 2, but the problem has 2 devices"),
-    ],
-)
-def test_programs_of_another_problem_are_refused(programs, message):
-    with pytest.raises(ScheduleError, match=message.replace(".", r"\.").replace("+", r"\+")):
-        simulate(chain(), Schedule.parse(chain(), programs))
 
 
 def test_a_length_is_the_makespan_or_the_span():

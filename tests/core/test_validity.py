@@ -80,13 +80,6 @@ def test_removing_or_doubling_an_op_is_caught(pair, random: Random):
         assert check(problem, rebuilt(problem, programs, schedule))
 
 
-def test_a_drop_after_the_forward_that_needs_its_bytes_is_caught():
-    problem = pipeline(1, 2, 10, stage(sizes=(10, 5), offload=(1, 1, 10)))
-    assert check(problem, Schedule.parse(problem, [["0F0", "0O0", "0D0", "0F1", "0BW1", "0R0", "0BW0"]])) == []
-    late = Schedule.parse(problem, [["0F0", "0O0", "0F1", "0D0", "0BW1", "0R0", "0BW0"]])
-    assert check(problem, late) == ["device 0 needs 20 B during 0F1 and has 10 B"]
-
-
 @given(problems_with_schedules(beyond=True))
 def test_less_memory_than_certified_is_caught(pair):
     problem, schedule = pair
