@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ from support.processes import GRACE_S
 from support.service.postgres import database, database_url, postgres, postgres_url, sqlite_url
 from support.slow import is_slow
 
-from optpipe import anytime
+from optpipe import anytime, solvers
 
 if TYPE_CHECKING:
     from support.ranks.worker import Ranks
@@ -44,6 +45,13 @@ def _compiled() -> None:
 
     if waits_for_compiler(LOOPS):
         compile_loops.main()
+
+
+@pytest.fixture
+def scripted_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches ask a scripted solver."""
+    monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

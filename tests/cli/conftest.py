@@ -1,19 +1,15 @@
-from pathlib import Path
-
 import pytest
 from support.commands import Run, run
 from support.problems import pipeline, stage
 
-from optpipe import Problem, solvers
+from optpipe import Problem
 
 __all__ = ["run"]  # a fixture
 
 
 @pytest.fixture
-def scripted(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+def scripted(run: Run, scripted_solver: None) -> Run:
     """As `run`; searches ask a scripted solver."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
     return run
 
 

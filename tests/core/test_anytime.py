@@ -18,21 +18,18 @@ from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
 from support.problems import pipeline, stage
 from support.processes import hold_timers, over, until
 
-from optpipe import Device, InputError, anytime, improve, solve, solvers
+from optpipe import Device, InputError, anytime, improve, solve
 from optpipe.anytime import better_start
 from optpipe.process import child
 from optpipe.process.background import group_as_nice
 
-TESTS = Path(__file__).parents[1]
 LIMIT_S = 120  # no search here lasts so long, however busy the machine
 SLEEP_S = 55  # a solver that nobody ends sleeps for longer
 
 
 @pytest.fixture(autouse=True)
-def scripted_solver(monkeypatch):
-    monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
+def _scripted(scripted_solver, monkeypatch):
     monkeypatch.setattr(child, "ENDING_S", 60)
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
 
 @pytest.fixture

@@ -10,19 +10,12 @@ from support.ranks import cases, follow
 from support.ranks.worker import Ranks
 from support.service.following import news, warnings
 
-from optpipe import solvers
 from optpipe.errors import InputError
 from optpipe_cache import Cache
 from optpipe_runtime.service.client import ScheduleClient
 
 
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-
-
-@pytest.mark.usefixtures("scripted")
+@pytest.mark.usefixtures("scripted_solver")
 def test_better_schedules_are_offered_and_kept(tmp_path: Path) -> None:
     problem, cache = chain(), Cache(tmp_path / "cache.sqlite")
     with ScheduleClient(None, problem, cache=cache, method="good") as client:
@@ -40,7 +33,7 @@ def test_better_schedules_are_offered_and_kept(tmp_path: Path) -> None:
         client.adopted(offer, 1)
 
 
-@pytest.mark.usefixtures("scripted")
+@pytest.mark.usefixtures("scripted_solver")
 def test_what_goes_wrong_is_logged_and_nothing_is_offered(caplog: pytest.LogCaptureFixture) -> None:
     for method, told in ("infeasible", "ended as infeasible"), ("unknown", "there is no search for schedules"):
         with ScheduleClient(None, chain(), method=method) as client:
@@ -49,7 +42,7 @@ def test_what_goes_wrong_is_logged_and_nothing_is_offered(caplog: pytest.LogCapt
         assert told in warnings(caplog)[-1]
 
 
-@pytest.mark.usefixtures("scripted")
+@pytest.mark.usefixtures("scripted_solver")
 def test_how_a_method_ended_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with ScheduleClient(None, chain(), method="reports") as client:
         until(lambda: client.ended)

@@ -20,7 +20,7 @@ from support.oracles.milp import Solver
 from support.problems.small import lasting, problems_of_every_sort
 from support.processes import until
 
-from optpipe import Problem, Schedule, anytime, check, improve, solvers
+from optpipe import Problem, Schedule, anytime, check, improve
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
 from optpipe.process import process_tree
@@ -302,13 +302,7 @@ def notes_after(*messages: Frame) -> list[Note]:
     return [frame for frame in frames if isinstance(frame, Note)]
 
 
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-
-
-@pytest.mark.usefixtures("scripted")
+@pytest.mark.usefixtures("scripted_solver")
 def test_who_cancels_a_search_learns_how_far_it_was() -> None:
     search = improve(SPAN, method="ongoing", time_limit_s=60.0)
     assert next(search).notes == ()
@@ -319,13 +313,13 @@ def test_who_cancels_a_search_learns_how_far_it_was() -> None:
     assert last.reports == last.notes
 
 
-@pytest.mark.usefixtures("scripted")
+@pytest.mark.usefixtures("scripted_solver")
 def test_a_report_on_the_end_takes_the_place_of_those_before() -> None:
     *_, last = improve(SPAN, method="reports", time_limit_s=60.0)
     assert (last.notes, last.reports) == (("milp: 3 windows", "something else"), ("milp: 3 windows",))
 
 
-@pytest.mark.usefixtures("scripted")
+@pytest.mark.usefixtures("scripted_solver")
 def test_of_a_solver_that_said_nothing_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anytime, "GRACE_S", 0.0)
     search = improve(SPAN, method="silent", time_limit_s=0.2)
