@@ -62,12 +62,7 @@ MEANS = Problem.from_dict(with_lists(lambda figures: [type(figures[0])(mean(figu
 
 def length_ms(schedule: Schedule) -> float:
     """By the event clock, which reads the figures of each micro-batch by plain rules."""
-    problem = schedule.problem
-
-    def duration(op: Any) -> float:
-        return clock.op_ms(problem.stages[op.stage].of_microbatch(op.microbatch), op.kind, None)
-
-    return clock.run(problem, schedule, duration, lambda op: clock.nominal_message_ms(problem, op)).makespan
+    return clock.run(schedule.problem, schedule).makespan
 
 
 def test_the_mean_and_turned_lists_have_other_lengths_and_peaks() -> None:

@@ -5,6 +5,7 @@ It knows when each byte is held, so tests can see that a device never holds more
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from optpipe import Kind, Op, Pair, Problem, Schedule
@@ -39,16 +40,15 @@ class Clock:
         return most
 
 
-def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], delay: Callable[[Op], float]) -> Clock:
+Ms = Callable[[Op], float]
+
+
+def run(problem: Problem, schedule: Schedule, duration: Ms | None = None, delay: Ms | None = None) -> Clock:
     """Runs the programs.
 
-    Parameters
-    ----------
-    duration
-        Of each op, in ms.
-    delay
-        Of the message that an F or a backward waits for, in ms.
+    `duration` is of each op, `delay` of the message that an F or a backward waits for, in ms; by default the problem's.
     """
+    duration, delay = duration or nominal_ms(problem, schedule), delay or partial(nominal_message_ms, problem)
     clock = Clock(device_events=[[] for _ in problem.devices], host_events=[[] for _ in problem.devices])
     clock.updates = frozenset(op for program in schedule.programs for op in program.ops() if op.kind is Kind.P)
     programs = [list(program) for program in schedule.programs]
@@ -79,7 +79,8 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
                     if None in needs:
                         break
                     begin = max([compute_free[d], *(need for need in needs if need is not None)])
-                    length = 0.0 if ops[0].kind in (Kind.D, Kind.A, Kind.V) else _length(problem, ops, duration)
+                    length = 0.0 if ops[0].kind in (Kind.D, Kind.A, Kind.V) else sum(map(duration, ops))
+                    length *= (problem.overlap_factor or 1.0) if len(ops) == 2 else 1.0
                     for op in ops:
                         clock.start[op], clock.end[op] = begin, begin + length
                     compute_free[d] = begin + length
@@ -126,11 +127,6 @@ def _inward(op: Op) -> bool:
     return op.kind in (Kind.R, Kind.P)
 
 
-def _length(problem: Problem, ops: list[Op], duration: Callable[[Op], float]) -> float:
-    total = sum(duration(op) for op in ops)
-    return total * (problem.overlap_factor or 1.0) if len(ops) == 2 else total
-
-
 def op_ms(stage: Any, kind: Kind, again: Op | None) -> float:
     """How long an op takes; a transfer of a part, its share. `again` is the C of the activation."""
     level = stage.all_levels[again.part] if again else None
@@ -152,7 +148,7 @@ def op_ms(stage: Any, kind: Kind, again: Op | None) -> float:
     return times.get(kind) or 0.0  # marks take no time
 
 
-def nominal_ms(problem: Problem, schedule: Schedule) -> Callable[[Op], float]:
+def nominal_ms(problem: Problem, schedule: Schedule) -> Ms:
     """How long each op of a schedule takes."""
     ops = [op for program in schedule.programs for op in program.ops()]
     again = {(op.stage, op.microbatch): op for op in ops if op.kind is Kind.C}
@@ -164,7 +160,7 @@ def nominal_ms(problem: Problem, schedule: Schedule) -> Callable[[Op], float]:
     return ms
 
 
-def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float]) -> list[float | None]:
+def _needs(problem: Problem, clock: Clock, op: Op, delay: Ms) -> list[float | None]:
     """The ends that a compute op waits for; None where one is not known yet."""
     stage, j = op.stage, op.microbatch
     route = problem.route(j)
@@ -206,12 +202,9 @@ def nominal_message_ms(problem: Problem, op: Op) -> float:
     return message_ms(problem, route[at], op.stage, op.microbatch) if 0 <= at < len(route) else 0.0
 
 
-def _message(
-    problem: Problem, clock: Clock, sender: int, op: Op, kinds: tuple[Kind, ...], delay: Callable[[Op], float]
-) -> float | None:
-    sent = [
-        clock.end[Op(kind, sender, op.microbatch)] for kind in kinds if Op(kind, sender, op.microbatch) in clock.end
-    ]
+def _message(problem: Problem, clock: Clock, sender: int, op: Op, kinds: tuple[Kind, ...], delay: Ms) -> float | None:
+    ends = [clock.end.get(Op(kind, sender, op.microbatch)) for kind in kinds]
+    sent = [end for end in ends if end is not None]
     if not sent:
         return None
     local = problem.stages[sender].device == problem.stages[op.stage].device
