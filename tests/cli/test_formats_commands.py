@@ -53,12 +53,6 @@ def test_what_an_imported_schedule_lacks_is_told_and_it_is_written(run: Run, pro
         assert told in run("import", "in.csv", "--problem", "p.json", "-o", "in.json")[1]
 
 
-def test_a_mark_at_the_beginning_and_an_ending_in_capitals(run: Run, problem: Problem) -> None:
-    for name, text in (("IN.CSV", "\ufeff0F0,0B0,0F1,0B1\n"), ("in.txt", "\ufeff0F0 0BW0 0F1 0BW1\n")):
-        Path(name).write_text(text)
-        assert run("import", name, "--problem", "p.json", "-o", "in.json")[0] == 0
-
-
 def test_a_file_without_a_schedule(run: Run, problem: Problem) -> None:
     Path("folder").mkdir()
     Path("dead.csv").write_text("0B0,0F0\n")

@@ -208,8 +208,8 @@ def test_primus_offloads_as_soon_as_it_can() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("s.csv", "0F0, 0F1,,0I0,0W0,0B1\r\n1F0,1I0,,1F1,1I1,1W0,1W1\r\n"),
-        ("s.txt", "0F0 0F1 0B0 0W0 0BW1\n1F0 1B0 1F1 1B1 1W0 1W1\n"),
+        ("S.CSV", "\ufeff0F0, 0F1,,0I0,0W0,0B1\r\n1F0,1I0,,1F1,1I1,1W0,1W1\r\n"),
+        ("s.txt", "\ufeff0F0 0F1 0B0 0W0 0BW1\n1F0 1B0 1F1 1B1 1W0 1W1\n"),
         ("s.json", '[["0F0","0F1","0B0","0W0","0BW1"],["1F0","1B0","1F1","1B1","1W0","1W1"]]'),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 from support.slow import KEPT, PATTERNS
 
 import optpipe
@@ -165,11 +166,7 @@ def test_the_lowest_constraints_are_the_lower_bounds_of_pyproject() -> None:
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().replace("_", "-")
     for name, version in (line.split("==") for line in lowest.splitlines()):
         found = re.search(rf"^{re.escape(name)}==([\d.]+)", pinned, re.MULTILINE)
-        assert parts(found[1]) >= parts(version), name
-
-
-def parts(version: str) -> list[int]:
-    return [int(part) for part in version.rstrip(".").split(".")]
+        assert Version(found[1].rstrip(".")) >= Version(version), name
 
 
 def test_the_version_and_the_license_are_the_same_everywhere() -> None:
