@@ -18,6 +18,7 @@ import psutil
 import pytest
 from rich.console import Console
 from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
+from support.processes import until
 
 from optpipe import Problem, Result, ScheduleFile, anytime, check, comparison
 from optpipe.options import CompareOptions, SearchOptions, SolveOptions
@@ -152,10 +153,7 @@ def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
     words += ["--method", "lns", "--time-limit", "600", "--threads", "1", "--no-cache", "-o", "s.json"]
     with subprocess.Popen([*COMMAND, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         family = psutil.Process(process.pid)
-        deadline = time.monotonic() + 240  # on a busy machine
-        while not any(at_work(child) for child in family.children(recursive=True)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: any(at_work(child) for child in family.children(recursive=True)), within_s=240)
         started = family.children(recursive=True)
         os.kill(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=60)  # a second on a quiet machine

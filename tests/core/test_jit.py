@@ -28,12 +28,12 @@ print(value, found, int(waits), int(waits_for_compiler(["__main__:outer"])))
 """
 
 
-def run(folder: Path, **environment: str) -> list[int]:
-    """What `outer(1)` is in a new process, how often it was found on disk, and whether it waited for a compiler
-    before and after."""
+def run(folder: Path, script: str = "caller.py", **environment: str) -> list[int]:
+    """What a script prints in a new process; of the caller, what `outer(1)` is, how often it was found on disk, and
+    whether it waited for a compiler before and after."""
     path = os.pathsep.join([str(folder), *sys.path])
     own = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | environment
-    command = [sys.executable, folder / "caller.py"]
+    command = [sys.executable, folder / script]
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
     return [int(word) for word in done.stdout.split()]
 
@@ -56,26 +56,23 @@ def test_what_is_compiled_is_kept_until_a_function_that_it_calls_changes(folder:
     assert run(folder, **where) == [6, 0, 1, 0]
 
 
-FRESH = """
-import sys
+EXAMPLE = Path(__file__).parents[2] / "examples" / "problems" / "fastlink-4x8.json"
+FRESH = f"""
 from optpipe import Problem
 from optpipe.dispatch.descents import LOOPS
 from optpipe.evaluate.jit import waits_for_compiler
 from optpipe.reuse import adapt
 from optpipe_solver.heuristics import generate
 
-problem = Problem.load(sys.argv[1])
-found = adapt(problem, generate("naive", problem, "makespan"))
-print(int(waits_for_compiler(LOOPS)), found.makespan_ms)
+problem = Problem.load({str(EXAMPLE)!r})
+adapt(problem, generate("naive", problem, "makespan")).makespan_ms
+print(int(waits_for_compiler(LOOPS)))
 """
 
 
 def test_nobody_waits_for_a_compiler_who_looks_a_schedule_up(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "problems" / "fastlink-4x8.json"
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", FRESH, str(example)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[0] == "1"
+    (tmp_path / "fresh.py").write_text(FRESH)
+    assert run(tmp_path, "fresh.py", NUMBA_CACHE_DIR=str(tmp_path)) == [1]
     assert not list(tmp_path.rglob("clock.*"))
 
 
