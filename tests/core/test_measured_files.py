@@ -222,6 +222,15 @@ def test_a_stream_has_the_events_and_the_fields_of_the_whole(
         list(Events([text[: data.draw(st.integers(1, len(text) - 1))]], "f"))
 
 
+@pytest.mark.parametrize("number", [1.5e-07, -0.25, 1e300, 12])
+def test_a_number_may_be_cut_anywhere(number: float) -> None:
+    text = json.dumps({"traceEvents": [], "number": number})
+    for cut in range(1, len(text)):
+        stream = Events([text[:cut], text[cut:]], "f")
+        assert list(stream) == []
+        assert stream.rest == {"number": number}, cut
+
+
 @pytest.mark.parametrize("text", ["", "[1, 2", "{} {}", '{"a": 1 "b": 2}', "[}", "x", '{"traceEvents": [{}, ]}'])
 def test_what_is_not_json_is_one_sentence(text: str) -> None:
     with pytest.raises(InputError, match=r"^f is not JSON: .* \(char \d+\)$"):

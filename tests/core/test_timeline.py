@@ -16,7 +16,7 @@ from support.problems.strategies import AMPLE, problems_with_schedules
 from optpipe import DeadlockError, Kind, Op, Problem, Schedule, certify, check, simulate
 from optpipe.evaluate import timeline as timeline_module
 from optpipe.evaluate.effects import TABLE, Effects, Holding
-from optpipe.evaluate.objective import NO_SCHEDULE_MS, TOLERANCE, gap, raises, reaches, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, TOLERANCE, gap, length_ms, raises, reaches, shorter
 from optpipe.model.ops import COMPUTE, MARKS
 from optpipe.show.lanes import memory_over_time
 
@@ -137,6 +137,13 @@ def test_a_cycle_over_many_devices_says_how_many_are_left_out():
     assert len(cycle) == 128
     assert message.endswith("and 48 more devices")
     assert len(message) < 3000
+
+
+def test_a_length_is_the_makespan_or_the_span():
+    schedule = Schedule.parse(chain(), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1F1", "1BW0", "1BW1"]])
+    assert length_ms(schedule, "makespan") == schedule.makespan_ms
+    assert length_ms(schedule, "span") == schedule.span_ms
+    assert length_ms(None, "makespan") == NO_SCHEDULE_MS
 
 
 @pytest.mark.parametrize("length", [0.0, 1e-3, 100.0, 1e12])

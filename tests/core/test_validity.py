@@ -80,6 +80,19 @@ def test_removing_or_doubling_an_op_is_caught(pair, random: Random):
         assert check(problem, rebuilt(problem, programs, schedule))
 
 
+@given(problems_with_schedules(beyond=True))
+def test_less_memory_than_certified_is_caught(pair):
+    problem, schedule = pair
+    certificate = certify(problem, schedule)
+    d = max(range(len(problem.devices)), key=lambda d: certificate.device[d].bytes)
+    assume(certificate.device[d].bytes > 0)
+    for spare, fits in ((0, True), (-1, False)):
+        devices = list(problem.devices)
+        devices[d] = devices[d].model_copy(update={"activation_budget_bytes": certificate.device[d].bytes + spare})
+        tight = problem.replace(devices=devices)
+        assert (check(tight, schedule) == []) is fits
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
