@@ -174,9 +174,10 @@ def test_the_schemas_of_kubernetes_take_every_object(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_it_runs_the_commands_of_compose(name: str) -> None:
+def test_it_runs_the_commands_of_compose_and_cannot_become_root_or_write(name: str) -> None:
     """With the same limits, and probes on the port and path that compose asks."""
-    (container,), service = pod(name)["containers"], SERVICES[name]
+    found, service = pod(name), SERVICES[name]
+    (container,) = found["containers"]
     assert container["args"] == service["command"]
     limits = service["deploy"]["resources"]["limits"]
     assert container["resources"]["limits"] == {"cpu": limits["cpus"], "memory": limits["memory"].replace("g", "Gi")}
@@ -186,15 +187,9 @@ def test_it_runs_the_commands_of_compose(name: str) -> None:
     (variable,) = container["env"]
     assert variable["name"] in service["environment"]
     assert set(variable["valueFrom"]) == {"secretKeyRef"}  # the URL has a password
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_no_container_can_become_root_or_write(name: str) -> None:
-    found = pod(name)
     assert found["securityContext"]["runAsNonRoot"] is True
-    assert f"{found['securityContext']['runAsUser']}:{found['securityContext']['runAsGroup']}" == SERVICES[name]["user"]
+    assert f"{found['securityContext']['runAsUser']}:{found['securityContext']['runAsGroup']}" == service["user"]
     assert found["automountServiceAccountToken"] is False
-    (container,) = found["containers"]
     assert container["securityContext"] == {
         "readOnlyRootFilesystem": True,
         "allowPrivilegeEscalation": False,

@@ -29,8 +29,6 @@ PAGE = (DOCS / "service.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(sh[a-z-]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 # waits until it answers or has ended
 SERVER = "server() { until curl -fsS $1 > /dev/null 2>&1; do kill -0 $!; sleep 0.1; done; }"
-
-
 SEARCH = '"time_limit_s": 5'  # here it ends with its first schedule
 
 
@@ -113,7 +111,7 @@ def test_the_table_of_metrics_matches_the_registry() -> None:
         assert told[name].startswith(documentation)
 
 
-def test_the_table_of_limits_matches_the_code() -> None:
+def test_limits_and_times_match_the_code() -> None:
     """By what a row's name begins with, and what its value has."""
     told, settings = {name.strip("`?="): value for name, value in table("service.md", "limit")}, Settings()
     expected = {
@@ -143,9 +141,5 @@ def test_the_table_of_limits_matches_the_code() -> None:
         name = begin if begin in told else next(name for name in told if name.startswith(begin))
         assert limit in told[name], name
     assert not settings.kept.limited
-
-
-def test_the_times_match_the_settings() -> None:
-    settings = Settings()
     assert f"a sign of life every {settings.heartbeat_s:g} s; after {settings.lost_s:g} s without one" in PAGE
     assert f"A comment every {settings.ping_s:g} s shows that\nthe connection is alive" in PAGE

@@ -22,6 +22,12 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Rank
     yield from worker.pool(4, tmp_path_factory)
 
 
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> worker.Ranks:
+    """Those that a parameter names."""
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
 @pytest.fixture(autouse=True)
 def _quick_clients(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Without a key, and all that they say is heard."""

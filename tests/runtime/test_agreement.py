@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.ranks import cases
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B
 from support.ranks.worker import Ranks
@@ -18,16 +17,18 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 
 
-def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:
+def refuse_on_the_way(placement: Sequence[int], schedule: Schedule, away: Schedule) -> list[str]:
     """What a user is told who makes each of these mistakes; every rank must be told, none may wait for the others."""
     rank, m = torch.distributed.get_rank(), schedule.problem.microbatches
     (inputs, targets), stages = cases.batch(0, m), cases.own_stages(placement)
 
-    def run(*arguments: Any, load: bool = True, **data: Any) -> None:
+    def run(*arguments: Any, load: bool = True, then: Schedule | None = None, **data: Any) -> None:
         with Pipeline(*arguments) as pipe:
             if load:
                 pipe.load(schedule)
             pipe.step(**data)
+            if then is not None:
+                pipe.load(then)
 
     fine = (stages, placement, cases.loss_fn, m)
     told = cases.refusals(
@@ -36,6 +37,7 @@ def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]
         lambda: run(*fine, inputs=None, targets=targets),
         lambda: run(*fine, inputs=inputs, targets=targets, load=False),
         lambda: run(stages, placement, lambda output, target: output, m, inputs=inputs, targets=targets),
+        lambda: run(*fine, None if rank else 1000, inputs=inputs, targets=targets, then=away),
     )
     with Pipeline(*fine) as pipe:
         pipe.problem = cases.problem(placement, m, activation_bytes=100 + rank)
@@ -48,8 +50,8 @@ def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]
 
 
 def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None:
-    schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
-    told = ranks(refuse_on_the_way, placement=[0, 1], schedule=schedule)
+    schedule, away = cases.parsed(ONE_F_ONE_B, [OFFLOADED[0], ONE_F_ONE_B[1]])
+    told = ranks(refuse_on_the_way, placement=[0, 1], schedule=schedule, away=away)
     offers = [
         "offer was given a NoneType: an optpipe.Schedule can",
         "offer was called on rank 1: schedules are offered on",
@@ -61,31 +63,12 @@ def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None
             "inputs is NoneType: this rank needs a tensor",
             "no schedule is loaded: call load(schedule) before the first step",
             "loss_fn must return a tensor with one number, the loss of a micro-batch",
+            "rank 0: host_memory_bytes = 1 kB:",
             "the ranks prepared different schedules: they were profiled differently",
             "rank 0: load was given no optpipe.Schedule on rank 0; if a search found none",
             offer,
         ]
         assert [sentence[: len(start)] for sentence, start in zip(sentences, expected, strict=True)] == expected
-
-
-def without_host_memory(first: Schedule, away: Schedule) -> tuple[list[str], list[int]]:
-    """Rank 0, which lacks host memory, loads and offers `away`: what `load` says, and the versions that ran."""
-    rank = dist.get_rank()
-    with cases.pipeline(cases.own_stages([0, 1]), first, host_memory_bytes=None if rank else 1000) as pipe:
-        pipe.step(*cases.batch(0, 4))
-        told = cases.refusals(lambda: pipe.load(away))
-        if rank == 0:
-            pipe.offer(away)
-        return told, [pipe.step(*cases.batch(0, 4)).version for _ in range(10)]
-
-
-def test_no_rank_swaps_if_one_lacks_host_memory(ranks: Ranks) -> None:
-    first, away = (
-        Schedule.parse(cases.problem([0, 1], 4), [text, ONE_F_ONE_B[1]]) for text in (ONE_F_ONE_B[0], OFFLOADED[0])
-    )
-    for (complaint,), versions in ranks(without_host_memory, first=first, away=away):
-        assert complaint.startswith("rank 0: host_memory_bytes = 1 kB:")
-        assert versions == [1] * 10
 
 
 WIDTH = 8

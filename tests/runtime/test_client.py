@@ -38,9 +38,6 @@ def jobs_at(url: str) -> list[dict[str, Any]]:
     return found
 
 
-# The service comes and goes
-
-
 def test_a_service_that_comes_goes_and_comes_back(
     settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,9 +67,6 @@ def test_a_service_that_comes_goes_and_comes_back(
         7,
         9.5,
     )
-
-
-# The costs change
 
 
 def test_a_search_goes_on_with_new_costs(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,15 +52,11 @@ def test_no_call_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FLOOD = {"/jobs": fake.job(), "/events": fake.endless(b": ping\n\n")}
-LONG = {"/jobs": fake.job(), "/events": fake.open_events(*map(fake.one, range(1, 100)))} | dict.fromkeys(
-    map(str, range(1, 100)), fake.endless(b"[")
-)
-WRONG = {"/jobs": fake.job(), "/events": fake.open_events(*map(fake.one, range(1, 100)))} | dict.fromkeys(
-    map(str, range(1, 100)), Answer(200, b'{"schedule": {"devices": [' + b"{}," * 5_000 + b"{}]}}")
-)
-SOUND = {"/jobs": fake.job(), "/events": fake.open_events(*map(fake.one, range(1, 100)))} | {
-    f"/incumbents/{k}": fake.incumbent(one_by_one(chain()), k) for k in range(1, 100)
-}
+NUMBERS = range(1, 100)
+MANY = {"/jobs": fake.job(), "/events": fake.open_events(*map(fake.one, NUMBERS))}
+LONG = MANY | dict.fromkeys(map(str, NUMBERS), fake.endless(b"["))
+WRONG = MANY | dict.fromkeys(map(str, NUMBERS), Answer(200, b'{"schedule": {"devices": [' + b"{}," * 5_000 + b"{}]}}"))
+SOUND = MANY | {f"/incumbents/{k}": fake.incumbent(one_by_one(chain()), k) for k in NUMBERS}
 
 
 @pytest.mark.parametrize(

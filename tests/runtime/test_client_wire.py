@@ -64,9 +64,6 @@ def test_a_job_is_called_as_the_cluster_calls_the_training(
     assert json.loads(asked[0].body)["problem"]["name"] == name
 
 
-# What is wrong
-
-
 @pytest.mark.parametrize(
     ("answer", "why"),
     [

@@ -1,14 +1,17 @@
 """`optpipe profile --model config.json`: what is measured is the model of transformers, cut. `make stacks` runs it."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.ranks.named import in_a_row, profiled
 
+from optpipe import Problem
 from optpipe.errors import InputError
 from optpipe_runtime import as_whole
 from optpipe_runtime.profiles import BatchSizes, find_factory
@@ -64,13 +67,31 @@ def test_stages_of_a_config_are_the_model(fields: dict[str, Any], ranks: int, tm
     logits = whole.train()(setups[0].inputs, use_cache=False).logits
     assert logits.dtype == getattr(torch, fields.get("dtype", "float32"))
     assert logits.std() > 0
-    assert torch.equal(in_a_row(setups), logits)
+    value = setups[0].inputs
+    for rank, setup in enumerate(setups):
+        assert torch.equal(setup.inputs, setup.targets)
+        assert list(setup.placement) == list(range(ranks))
+        value = setup.stages[rank](value)
+    assert torch.equal(value, logits)
     assert setups[-1].loss_fn(logits, setups[0].targets).isfinite()
 
 
 def test_a_config_is_profiled(tmp_path: Path) -> None:
-    problem = profiled(written(tmp_path), tmp_path, "--microbatch-size", "2", "--sequence", "8")
+    path = tmp_path / "problem.json"
+    command = [sys.executable, "-m", "optpipe_cli", "profile", "--model", written(tmp_path), "-o", str(path)]
+    command += ["--ranks", "2", "--microbatches", "4", "--activation-budget-bytes", "50000000", "--repeats", "1"]
+    command += ["--microbatch-size", "2", "--sequence", "8"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    problem = Problem.load(path)
     assert problem.name == "LlamaForCausalLM, 2 x 8 tokens a micro-batch"
+    assert problem.name in done.stdout
+    assert [stage.device for stage in problem.stages] == [0, 1]
+    assert problem.microbatches == 4
+    for stage in problem.stages:
+        assert min(stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms) > 0
+        assert 0 < (stage.saved_for_weight_bytes or 0) < stage.activation_bytes
 
 
 @pytest.mark.parametrize(

@@ -30,19 +30,17 @@ TIMEOUT_S = 8.0  # that a user gave to init_process_group
 PLACES = {2: [0, 1], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
 
 
-@pytest.fixture(params=["ranks", "three_ranks", "four_ranks"])
-def pool(request: pytest.FixtureRequest) -> Ranks:
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+ON_RANKS = pytest.mark.parametrize("pool", ["ranks", "three_ranks", "four_ranks"], indirect=True)
 
 
+@ON_RANKS
 @pytest.mark.parametrize(("where", "kind"), [("forward", "F"), ("backward", "BW")])
 def test_a_rank_that_raises_says_where_and_no_other_waits(pool: Ranks, where: str, kind: str) -> None:
     placement = PLACES[pool.world]
     for bad in (0, pool.world - 1):
         trouble = Trouble(bad, where, 2)
-        others = pool.survivors(
-            failures.in_trouble, bad, placement=placement, schedule=all_forwards_first(placement, 4), trouble=trouble
-        )
+        how = {"placement": placement, "schedule": all_forwards_first(placement, 4), "trouble": trouble}
+        others = pool.survivors(failures.in_trouble, bad, **how)
         s = placement.index(bad)
         at = f"rank {bad} was at {s}{kind}1: {kind} of stage {s}, micro-batch 1"
         assert pool.why.endswith(f"ValueError: not today\n{at}\n")
@@ -64,21 +62,15 @@ def test_a_stage_that_raises_while_it_is_learned_says_so(four_ranks: Ranks) -> N
     assert all(LOST.match(heard.error) for heard in others)
 
 
+@ON_RANKS
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_no_other_rank_waits_for_one_that_is_killed(pool: Ranks, where: str) -> None:
     """At a message, at the boundary of a step, and those who never talk to it, too."""
     placement = PLACES[pool.world]
     for dead in (0, pool.world - 1) if where == "forward" else (pool.world - 1,):
         trouble = Trouble(dead, where, 2, kill=True)
-        require_lost(
-            pool.survivors(
-                failures.in_trouble,
-                dead,
-                placement=placement,
-                schedule=all_forwards_first(placement, 4),
-                trouble=trouble,
-            )
-        )
+        how = {"placement": placement, "schedule": all_forwards_first(placement, 4), "trouble": trouble}
+        require_lost(pool.survivors(failures.in_trouble, dead, **how))
 
 
 @pytest.fixture(scope="module")

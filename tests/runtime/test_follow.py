@@ -1,37 +1,165 @@
-"""A script that follows the service: its losses, what it does when a stage slows down, and when the service gets a
-report of a swapped-in schedule, and of which step time."""
+"""A script that follows a service, or a search on its own host: its losses, what it does when a stage slows down, when
+the service gets a report of a swapped-in schedule, and of which step time; what it finds in a cache and keeps there."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from support.fakes import service as fake
+from support.fakes.scripted_solver import all_forwards_first
 from support.fakes.service import Answer, Asked, fake_service
 from support.problems.chain import chain, gpipe, one_by_one
-from support.ranks import cases, follow
+from support.processes import until
+from support.ranks import cases
+from support.ranks.cases import batch, loss_fn, own_stages
 from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver
+from support.service.following import news, warnings
 
+from examples import paced
 from optpipe.errors import InputError
+from optpipe.evaluate import timeline
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify, check
-from optpipe_runtime import Follower, Microbatches
+from optpipe_cache import Cache
+from optpipe_runtime import Follower, Microbatches, Pipeline, Profiler
 from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.measure.drift import drift
-from optpipe_runtime.service.client import Offer
+from optpipe_runtime.memory import engines
+from optpipe_runtime.service import client as client_module
+from optpipe_runtime.service.client import Offer, ScheduleClient
 from optpipe_runtime.service.follow import MOST_STEPS, THRESHOLD, Adoptions
 
 M = 4
 NOWHERE = "http://127.0.0.1:1"
 
 
+def follow(
+    placement: list[int],
+    microbatches: int,
+    url: str | None,
+    steps: int,
+    every: int,
+    begun: bool = False,
+    last: int | None = None,
+    cache: Path | None = None,
+    method: str = "auto",
+) -> tuple[list[float | None], list[int]]:
+    """Trains so many steps, or until this version of the schedule; where it has `begun`, with one loaded before
+    anything is measured. The losses seen here, and each step's version."""
+    modules = own_stages(placement)
+    optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
+    losses, versions = [], []
+    with (
+        Pipeline(modules, placement, loss_fn, microbatches) as pipe,
+        Follower(
+            pipe, url, activation_budget_bytes=10**9, every=every, cache=Cache(cache) if cache else None, method=method
+        ) as follower,
+    ):
+        if begun:
+            pipe.load(one_at_a_time(pipe.layout.unmeasured()))
+        for step in range(steps):
+            optimizer.zero_grad()
+            report = follower.step(*batch(step, microbatches))
+            optimizer.step()
+            assert report.excess is None
+            losses.append(report.loss)
+            versions.append(report.version)
+            if report.version == last:
+                break
+            if last is not None and step == 0:
+                awaited(follower, lambda client: client._newest)
+    return losses, versions
+
+
+def awaited(follower: Follower, holds: Callable[[ScheduleClient], object]) -> None:
+    """On rank 0, until something holds of its client; the others wait for it in the next step."""
+    if (client := follower._client) is not None:
+        until(lambda: holds(client))
+
+
+class Noisy:
+    """Stands for the module `time` where ops sleep and are timed: a busy machine adds nothing; each varies."""
+
+    def __init__(self, seed: int) -> None:
+        self._now, self._chance = 0.0, random.Random(seed)
+
+    def sleep(self, s: float) -> None:
+        self._now += s * self._chance.lognormvariate(0, 0.1)
+
+    def perf_counter(self) -> float:
+        return self._now
+
+
+def slows_down(
+    url: str, microbatches: int, every: int, calm: int, slow: int, factor: float
+) -> tuple[list[int], list[Problem | None]]:
+    """Stages of a given time; after `calm` steps that of rank 1 takes `factor` times as long, for `slow` steps. Of each
+    step the version, and the problem after it."""
+    rank, times = torch.distributed.get_rank(), paced.Times(10.0, 10.0, 10.0, 0.0)
+    module = paced.SleepingStage(times)
+    x = torch.randn(microbatches * paced.SHAPE[0], paced.SHAPE[1])
+    versions, problems = [], []
+    noisy: Any = Noisy(rank)
+    with (
+        patch.object(paced, "time", noisy),
+        patch.object(engines, "time", noisy),
+        patch.multiple(client_module, REPORT_S=60.0, CLOSE_S=120.0),
+        Pipeline({rank: module}, [0, 1], paced.loss, microbatches) as pipe,
+        Follower(pipe, url, activation_budget_bytes=10**9, every=every) as follower,
+    ):
+        for step in range(calm + slow):
+            if step == calm and rank == 1:
+                module.times = paced.Times(*(factor * ms for ms in times[:4]))
+            versions.append(follower.step(x, x).version)
+            problems.append(pipe.problem)
+            awaited(follower, lambda client: client.ended)
+    return versions, problems
+
+
+def regroups(url: str, microbatches: int, then: int) -> list[float]:
+    """Two steps, then two of the same batch in another number of micro-batches; the losses seen here."""
+    losses = []
+    with (
+        Pipeline(own_stages([0, 1]), [0, 1], loss_fn, microbatches) as pipe,
+        Follower(pipe, url, activation_budget_bytes=10**9, every=3) as follower,
+    ):
+        for step in range(4):
+            if step == 2:
+                pipe.load(one_at_a_time(pipe.problem.replace(microbatches=then)))
+            losses.append(follower.step(*batch(0, microbatches)).loss or 0.0)
+            awaited(follower, lambda client: client.ended)
+    return losses
+
+
+def compiled() -> bool:
+    """Whether what checks schedules has been compiled when the first one is loaded."""
+    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 1) as pipe:
+        pipe.load(one_at_a_time(pipe.layout.unmeasured()))
+    return timeline._longest_path._compiled is not None
+
+
+def script(text: str) -> tuple[Problem, Problem]:
+    """Runs it, with a pipeline and batches; the problem as profiled, and as the script has it."""
+    inputs, targets = batch(0, 2)
+    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 2) as pipe:
+        profiled = pipe.profile(inputs, targets, activation_budget_bytes=10**9, repeats=3)
+        pipe.load(one_at_a_time(profiled))
+        scope: dict[str, Any] = {"pipe": pipe, "batches": [(inputs, targets)] * 3, "Profiler": Profiler}
+        exec(compile(text, "docs/profile.md", "exec"), scope)
+    return profiled, scope["problem"]
+
+
 @pytest.mark.parametrize(("begun", "versions"), [(False, [1] * 6), (True, [2] * 2)])
 def test_without_a_service_it_trains_as_a_plain_run(ranks: Ranks, begun: bool, versions: list[int]) -> None:
     """Begun by a schedule loaded before the profile, it goes on by its programs on the measured problem."""
     how = {"url": NOWHERE, "steps": len(versions), "every": 4, "begun": begun}
-    (_, ran), (losses, _) = ranks(follow.follow, placement=[0, 1], microbatches=M, **how)
+    (_, ran), (losses, _) = ranks(follow, placement=[0, 1], microbatches=M, **how)
     plain, _ = cases.plain(2, M, len(versions))
     assert losses == [pytest.approx(sum(own) / M) for own in plain]
     assert ran == versions
@@ -41,7 +169,7 @@ def test_schedules_of_the_service_are_swapped_in(ranks: Ranks, tmp_path: Path, m
     use_fake_solver(monkeypatch)
     with running(settings_in(tmp_path)) as (url, _):
         (_, versions), (losses, _) = ranks(
-            follow.follow, placement=[0, 1], microbatches=M, url=url, steps=5000, every=10_000, until=2
+            follow, placement=[0, 1], microbatches=M, url=url, steps=5000, every=10_000, last=2
         )
     plain, _ = cases.plain(2, M, len(losses))
     assert losses == [pytest.approx(sum(own) / M, rel=1e-4) for own in plain]
@@ -49,12 +177,12 @@ def test_schedules_of_the_service_are_swapped_in(ranks: Ranks, tmp_path: Path, m
 
 
 def test_no_step_waits_for_a_compiler(ranks: Ranks) -> None:
-    assert ranks(follow.compiled) == [True, True]
+    assert ranks(compiled) == [True, True]
 
 
 def test_the_loop_in_the_docs_runs(ranks: Ranks) -> None:
     page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
-    (profiled, problem), (_, other) = ranks(follow.script, text=page.split("```python\n")[2].split("```")[0])
+    (profiled, problem), (_, other) = ranks(script, text=page.split("```python\n")[2].split("```")[0])
     assert problem == other
     assert [(stage.activation_bytes, stage.offload_ms) for stage in problem.stages] == [
         (stage.activation_bytes, stage.offload_ms) for stage in profiled.stages
@@ -90,7 +218,7 @@ def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ran
     noticed within 3 × `every` steps, and the answer to the new problem is run."""
     every, calm, slow = 4, 26, 40
     with answering(lambda problem, number: (one_at_a_time if number == 1 else gpipe)(problem)) as (url, posed, asked):
-        results = ranks(follow.slows_down, url=url, microbatches=M, every=every, calm=calm, slow=slow, factor=1.5)
+        results = ranks(slows_down, url=url, microbatches=M, every=every, calm=calm, slow=slow, factor=1.5)
     (versions, problems), (_, others) = results
     assert problems == others, "on every rank at the same step"
     assert problems[0] == problems[calm - 1], "noise alone is no drift"
@@ -118,7 +246,7 @@ def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ran
 
 def test_the_service_gets_another_number_of_microbatches(ranks: Ranks) -> None:
     with answering(lambda problem, number: one_at_a_time(problem)) as (url, posed, _):
-        _, losses = ranks(follow.regroups, url=url, microbatches=M, then=M // 2)
+        _, losses = ranks(regroups, url=url, microbatches=M, then=M // 2)
     assert losses == [pytest.approx(losses[0])] * 4
     assert [body["problem"]["microbatches"] for body in posed] == [M, M // 2]
 
@@ -146,11 +274,9 @@ def test_one_at_a_time_needs_one_activation_wherever_stages_are(placement: tuple
     schedule = one_at_a_time(problem)
     assert check(problem, schedule) == []
     assert [peak.bytes for peak in certify(problem, schedule).device] == [100 * len(placement) // 2] * 2
-
-
-def test_one_at_a_time_on_two_routes() -> None:
-    problem = cases.problem((0, 1, 1, 0), M).replace(routes=[[0, 1], [2, 3]], microbatch_routes=[0, 1, 1, 0])
-    assert check(problem, one_at_a_time(problem)) == []
+    if placement == (0, 1, 1, 0):
+        both = problem.replace(routes=[[0, 1], [2, 3]], microbatch_routes=[0, 1, 1, 0])
+        assert check(both, one_at_a_time(both)) == []
 
 
 def test_micro_batches_that_are_cut_already_are_refused() -> None:
@@ -224,3 +350,57 @@ def test_a_refused_or_replaced_schedule_is_not_adopted() -> None:
     adoptions.measured([(3, 10.0)] * 5)
     adoptions.finish()
     assert reports == []
+
+
+# On its own host
+
+
+@pytest.mark.usefixtures("scripted_solver")
+def test_better_schedules_are_offered_and_kept(tmp_path: Path) -> None:
+    problem, cache = chain(), Cache(tmp_path / "cache.sqlite")
+    with ScheduleClient(None, problem, cache=cache, method="good") as client:
+        until(lambda: client.ended)
+        offer = client.poll()
+    best_ms = all_forwards_first(problem).makespan_ms
+    assert (offer.version, offer.seq, offer.makespan_ms) == (2, 2, best_ms)
+    [entry] = cache.entries()
+    assert (entry.objective_ms, entry.status) == (best_ms, "optimal")
+    with ScheduleClient(None, problem, cache=cache, warm_start=offer.schedule) as client:
+        until(lambda: client.ended)
+        assert client.poll() is None, "what runs is proven, and no solver was asked"
+    with ScheduleClient(None, problem, cache=cache) as client:
+        assert until(client.poll).schedule.programs == offer.schedule.programs
+        client.adopted(offer, 1)
+
+
+@pytest.mark.usefixtures("scripted_solver")
+def test_what_goes_wrong_is_logged_and_nothing_is_offered(caplog: pytest.LogCaptureFixture) -> None:
+    for method, told in ("infeasible", "ended as infeasible"), ("unknown", "there is no search for schedules"):
+        with ScheduleClient(None, chain(), method=method) as client:
+            until(lambda: client.ended)
+            assert client.poll() is None
+        assert told in warnings(caplog)[-1]
+
+
+@pytest.mark.usefixtures("scripted_solver")
+def test_how_a_method_ended_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with ScheduleClient(None, chain(), method="reports") as client:
+        until(lambda: client.ended)
+    assert "the search for schedules: milp: 3 windows" in news(caplog)
+    assert warnings(caplog) == ["the search for schedules: something else"]
+
+
+def test_a_service_has_its_own_cache(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the service has its own"):
+        ScheduleClient("http://127.0.0.1:1", chain(), cache=Cache(tmp_path / "cache.sqlite"))
+
+
+def test_two_ranks_train_by_a_search_of_their_own_and_keep_its_schedule(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    (_, versions), (losses, _) = ranks(
+        follow, placement=[0, 1], microbatches=M, url=None, steps=500, every=1000, last=2, cache=path, method="gpipe"
+    )
+    plain, _ = cases.plain(2, M, len(losses))
+    assert losses == [pytest.approx(sum(own) / M, rel=1e-4) for own in plain]
+    assert (versions[0], versions[-1]) == (1, 2)
+    assert [entry.method for entry in Cache(path).entries()] == ["gpipe"]

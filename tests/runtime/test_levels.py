@@ -1,5 +1,5 @@
 """Levels of recomputation: what each keeps of a stage, what it must not keep, and schedules on two ranks. That stages
-of all kinds train as in a plain run is in `test_odd_stages` and `test_split_stages`."""
+of all kinds train as in a plain run is in `test_odd_stages` and `test_split`."""
 
 import copy
 from collections.abc import Callable, Sequence

@@ -1,7 +1,9 @@
-"""After a swap: back from a schedule that is slower or runs out of memory, and on with another number of
-micro-batches."""
+"""After a swap: back from a schedule that is slower or runs out of memory, and on with another number of micro-batches.
+A hundred and twenty random certified schedules are swapped step by step, in `make soak` two hundred: the training
+equals a plain run."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.close import require_close
+from support.close import joined, require_close
 from support.problems.strategies import arranged
 from support.ranks import cases, swaps
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
@@ -17,7 +19,7 @@ from support.ranks.worker import Ranks
 from torch.nn.functional import mse_loss
 
 from optpipe.model.ops import Op
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify, check
 from optpipe_runtime.memory.host_memory import PAGE
 from optpipe_runtime.swap.step_times import StepTimes
 
@@ -36,12 +38,12 @@ def schedules(texts: dict[str, list[list[str]]]) -> dict[str, Schedule]:
 # Out of memory
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.soak), 4])
-def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_before(
-    request: pytest.FixtureRequest, count: int
-) -> None:
+@pytest.mark.parametrize(
+    "pool", ["ranks", pytest.param("three_ranks", marks=pytest.mark.soak), "four_ranks"], indirect=True
+)
+def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_before(pool: Ranks) -> None:
     """Wherever it does: gradients, running means, random numbers and losses are as if it had never been tried."""
-    pool: Ranks = request.getfixturevalue({2: "ranks", 3: "three_ranks", 4: "four_ranks"}[count])
+    count = pool.world
     placement, chance = PLACEMENTS[count], random.Random(count)
     problem = cases.problem(placement, 4, PEERS[count], offload_parts=2)
     if count < 4:  # ranks 0 and 1 share a host link
@@ -222,3 +224,52 @@ def _in_turn(microbatches: int) -> Schedule:
         back = [op for j in range(microbatches) for op in ([f"{s}R{j}"] if j % 2 == 0 else []) + [f"{s}BW{j}"]]
         texts.append([f"{s}F{j}" for j in range(microbatches)] + away + back)
     return replace(Schedule.parse(cases.problem([0, 1], microbatches), texts), method=str(microbatches))
+
+
+# Random schedules
+
+EACH, MICROBATCHES = 20, 4
+CASES = {  # the ranks, the rank of each stage, to whom each rank evicts
+    "linear": ("ranks", [0, 1], [1, 0]),
+    "looped": ("ranks", [0, 1, 0, 1], []),
+    "V": ("ranks", [0, 1, 1, 0], []),
+    "irregular": ("ranks", [0, 0, 1, 0], []),
+    "linear on 3": ("three_ranks", [0, 1, 2], [2, None, 0]),
+    "V on 3": ("three_ranks", [0, 1, 2, 2, 1, 0], []),
+    "irregular on 3": ("three_ranks", [1, 0, 2, 1], []),
+    "linear on 4": ("four_ranks", [0, 1, 2, 3], [3, 2, 1, 0]),
+    "looped on 4": ("four_ranks", [0, 1, 2, 3, 0, 1, 2, 3], []),
+    "V on 4": ("four_ranks", [0, 1, 2, 3, 3, 2, 1, 0], []),
+}
+
+
+MORE = ("linear", "looped", "irregular on 3", "V on 4")  # of what the others have on another number of ranks
+
+
+@pytest.mark.parametrize(
+    ("pool", "case"),
+    [pytest.param(CASES[case][0], case, marks=[pytest.mark.soak] if case in MORE else []) for case in CASES],
+    indirect=["pool"],
+)
+def test_random_schedules_swapped_step_by_step(pool: Ranks, case: str) -> None:
+    _, placement, peers = CASES[case]
+    problem = cases.problem(placement, MICROBATCHES, peers, offload_parts=2)
+    pick = random.Random(case).choice
+    schedules = [replace(arranged(problem, pick), method=str(k)) for k in range(EACH)]
+    for schedule in schedules:
+        assert not check(problem, schedule)
+        certify(problem, schedule)
+    _require_everything(schedules, evicting=any(peer is not None for peer in peers))
+    by_rank = pool(swaps.chaos, placement=placement, schedules=schedules)
+    assert [step.method for step in by_rank[0][: EACH // 2]] == [str(k) for k in range(EACH // 2)]
+    assert {step.method for step in by_rank[0]} == {str(k) for k in range(EACH)}
+    expected = swaps.plain(len(placement), len(by_rank[0]), MICROBATCHES)
+    for plain, *found in zip(expected, *by_rank, strict=True):
+        assert len({step.method for step in found}) == 1, "all ranks run the same schedule"
+        np.testing.assert_allclose(found[placement[-1]].losses, plain.losses, rtol=1e-9)
+        require_close(joined(step.gradients for step in found), plain.gradients, rtol=1e-7, atol=1e-12)
+
+
+def _require_everything(schedules: list[Schedule], evicting: bool) -> None:
+    kinds = Counter(op.kind.name for schedule in schedules for program in schedule.programs for op in program.ops())
+    assert all(kinds[kind] >= EACH for kind in ("F", "B", "W", "BW", "O", "D", "R", "C", *("AELV" if evicting else "")))

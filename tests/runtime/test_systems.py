@@ -18,17 +18,14 @@ from optpipe.model.ops import Kind, Op, Pair
 EVICTION = {Kind.E, Kind.L, Kind.A, Kind.V}
 
 
-@pytest.mark.parametrize(("pool", "microbatches"), [("ranks", (5, 4)), ("four_ranks", (8,))])
-def test_every_system_trains_as_a_plain_run(
-    pool: str, microbatches: tuple[int, ...], request: pytest.FixtureRequest
-) -> None:
-    call: Ranks = request.getfixturevalue(pool)
-    found = published(call.world, microbatches)
-    by_rank = call(rank_systems.run_all, schedules=[case.schedule for case in found])
+@pytest.mark.parametrize(("pool", "microbatches"), [("ranks", (5, 4)), ("four_ranks", (8,))], indirect=["pool"])
+def test_every_system_trains_as_a_plain_run(pool: Ranks, microbatches: tuple[int, ...]) -> None:
+    found = published(pool.world, microbatches)
+    by_rank = pool(rank_systems.run_all, schedules=[case.schedule for case in found])
     plain = {layout: rank_systems.plain(layout) for layout in {case.layout for case in found}}
     for case, *outcomes in zip(found, *by_rank, strict=True):
         require_same(case, outcomes, plain[case.layout])
-    evicts = EVICTION if call.world > 2 else set()  # of two stages, BPipe evicts nothing
+    evicts = EVICTION if pool.world > 2 else set()  # of two stages, BPipe evicts nothing
     assert set().union(*(case.kinds for case in found)) == set(Kind) - EVICTION | evicts
     assert any(isinstance(item, Pair) for case in found for program in case.schedule.programs for item in program)
 

@@ -1,23 +1,37 @@
-"""Exported schedules run in PyTorch's own runtime: one training step has the losses and gradients of a plain run.
+"""Exported schedules run in PyTorch's own runtime, `_PipelineScheduleRuntime`, which reads them from files: one
+training step has the losses and gradients of a plain run.
 
 In float64: losses are the same to the bit, gradients are equal within 1e-9, because torch divides by the number of
 micro-batches at the end of a step.
 """
 
+import time
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 from support import problems, tables
 from support.close import joined, require_close
 from support.problems.published import Case, published
 from support.ranks import cases as rank_cases
 from support.ranks import programs as rank_programs
 from support.ranks import systems as rank_systems
-from support.ranks import torch_pipelining
-from support.ranks.systems import Outcome
-from support.ranks.torch_pipelining import Rows
+from support.ranks.cases import batch, loss_fn, own
+from support.ranks.replicas import gradients
+from support.ranks.systems import Outcome, model
 from support.ranks.worker import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _ComputationType, _PipelineScheduleRuntime
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from examples import paced
 from optpipe import Schedule, certify, check, export_schedule, import_schedule, leave_out_offload, problem_from
@@ -26,15 +40,193 @@ from optpipe.measured.readers import RunFacts
 from optpipe.measured.readers.torch_trace import TorchTrace
 from optpipe.model.ops import Kind
 from optpipe.model.records import Stage
-from optpipe_runtime import Layout
+from optpipe_runtime import Layout, name_ranges, torch_schedule
+from optpipe_runtime.memory.activation import StorageRef, storage_key
+from optpipe_runtime.memory.host_memory import PAGE
 from optpipe_solver import heuristics
 from optpipe_solver.systems import generate
 
-COMMS = "torch-comms-waits" if torch_pipelining.WAITS else "torch-comms"
+# Torch 2.11 lets neighbouring stages on one rank meet by messages in the first step, which gloo does not send.
+NEIGHBOURS_APART = torch.__version__.startswith("2.11.")
+
+
+class Rows(NamedTuple):
+    """A file of one row a rank, and the sizes of its schedule."""
+
+    path: Path
+    form: str
+    placement: tuple[int, ...]
+    microbatches: int
+
+
+CPU = torch.device("cpu")
+
+
+def stages_of(modules: dict[int, nn.Module], count: int, group: Any = None) -> list[PipelineStage]:
+    return [PipelineStage(module, s, count, CPU, group=group) for s, module in modules.items()]
+
+
+def take_step(
+    run: Callable[..., object], owned: Collection[int], count: int, data: Sequence[Tensor], **how: Any
+) -> None:
+    """A step of torch's, which takes inputs where the first stage is, and targets where the last is."""
+    inputs, targets = data
+    run(*([inputs] if 0 in owned else []), target=targets if count - 1 in owned else None, **how)
+
+
+def run_all(files: Sequence[Rows], pipelines: int = 0) -> list[tuple[Outcome, str]]:
+    """The outcome of each file, and the rows that torch has read, as it writes them; in so many equal `pipelines`, who
+    shard every stage among them (FSDP2) and get the same batch."""
+    shape = (dist.get_world_size() // pipelines, pipelines) if pipelines else ()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp")) if pipelines else None
+    return [step(file, mesh) for file in files]
+
+
+def step(file: Rows, mesh: DeviceMesh | None = None) -> tuple[Outcome, str]:
+    group = None if mesh is None else mesh.get_group("pp")
+    count = len(file.placement)
+    modules = own(model(count), file.placement, group)
+    if mesh is not None:
+        for module in modules.values():
+            fully_shard(module, mesh=mesh["dp"])
+    runtime = _PipelineScheduleRuntime(stages_of(modules, count, group), file.microbatches, loss_fn)
+    runtime._load_csv(str(file.path), format=file.form)
+    losses: list[Tensor] = []
+    take_step(runtime.step, modules, count, batch(0, file.microbatches), losses=losses)
+    written = file.path.with_suffix(f".{dist.get_rank()}")
+    runtime._dump_csv(str(written), format=file.form)
+    found = {j: loss.item() for j, loss in enumerate(losses)}
+    return Outcome(found, gradients(modules)), written.read_text()
+
+
+def traced(file: Rows, steps: int) -> Path:
+    """A trace of some steps of these rows by torch.profiler, beside the file; without the first step."""
+    step(file)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            step(file)
+    path = file.path.with_suffix(f".trace-{dist.get_rank()}.json")
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+def traced_by(name: str, plan: str, path: Path, named: bool = False) -> Path:
+    """A trace of some steps by a schedule of torch with this name, after the first: t a training step, e an
+    evaluation."""
+    rank, ranks, microbatches = dist.get_rank(), dist.get_world_size(), 4
+    kind = schedules.get_schedule_class(name)
+    mine = [rank] if issubclass(kind, PipelineScheduleSingle) else [rank, rank + ranks]
+    count = ranks * len(mine)
+    stages = stages_of({s: module for s, module in enumerate(model(count)) if s in mine}, count)
+    schedule = kind(stages[0] if len(stages) == 1 else stages, microbatches, loss_fn)
+    if named:
+        name_ranges(*stages)
+    data = batch(0, microbatches)
+    take_step(schedule.step, mine, count, data)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for letter in plan:
+            take_step(schedule.step if letter == "t" else schedule.eval, mine, count, data)
+    path = path.with_suffix(f".{rank}.json")
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+class Offloaded(NamedTuple):
+    """The second step by `torch_schedule` on one rank."""
+
+    outcome: Outcome
+    peak_bytes: int
+    certified_bytes: int
+    activation_bytes: dict[int, int]
+    host_peak_bytes: int
+    alive_bytes: int  # the most that a count of its own finds
+
+
+def run_offloaded(schedules: Sequence[Schedule]) -> list[Offloaded]:
+    return [_offloaded(schedule) for schedule in schedules]
+
+
+def _offloaded(schedule: Schedule) -> Offloaded:
+    layout = Layout.from_problem(schedule.problem)
+    count, m = len(layout.placement), layout.microbatches
+    modules = own(model(count), layout.placement)
+    runtime = torch_schedule(schedule, stages_of(modules, count), loss_fn)
+    for _ in range(2):  # in the second one gradients have their memory already
+        for module in modules.values():
+            module.zero_grad(set_to_none=False)
+        losses: list[Tensor] = []
+        with (alive := Alive()):
+            take_step(runtime.step, modules, count, batch(0, m), losses=losses, return_outputs=False)
+    runtime.close()
+    return Offloaded(
+        Outcome({j: loss.item() for j, loss in enumerate(losses)}, gradients(modules)),
+        runtime.peak_bytes,
+        runtime.certified_bytes,
+        runtime.activation_bytes,
+        runtime.host_peak_bytes,
+        alive.most,
+    )
+
+
+def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]:
+    """By step, but the first, its time on this rank in ms. Stages and copies sleep as long as they are to take."""
+    layout, rank = Layout.from_problem(schedule.problem), dist.get_rank()
+    modules = {s: paced.SleepingStage(times) for s, place in enumerate(layout.placement) if place == rank}
+    count = len(layout.placement)
+    runtime = torch_schedule(schedule, stages_of(modules, count), paced.loss)
+    link = runtime._link
+    link.out = link.back = paced.PacedEngine(link.out, times.copy)
+    batch = torch.zeros(layout.microbatches * paced.SHAPE[0], paced.SHAPE[1], requires_grad=True)
+    found = []
+    for _ in range(1 + steps):
+        dist.barrier()
+        began = time.perf_counter()
+        take_step(runtime.step, modules, count, (batch, batch), losses=[], return_outputs=False)
+        found.append((time.perf_counter() - began) * 1e3)
+    runtime.close()
+    return found[1:]
+
+
+def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0) -> str:
+    """What `torch_schedule` says to stages that are elsewhere than the schedule's, or in a step with so many rows."""
+    count = len(placement)
+    mine = own(model(count), placement)
+    try:
+        runtime = torch_schedule(schedule, stages_of(mine, count), loss_fn)
+        take_step(runtime.step, mine, count, [part[:rows] for part in batch(0, rows)])
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of all storages that were made in it and still live, after every operation; without the pages of
+    the host pool, which are larger than any tensor here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, StorageRef] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                ref = StorageRef(tensor.untyped_storage())
+                if ref.nbytes < PAGE["cpu"] and ref.key not in given:  # what ops change in place was there before
+                    self._made[ref.key] = ref
+        self._made = {key: ref for key, ref in self._made.items() if ref.alive}
+        self.most = max(self.most, sum(ref.nbytes for ref in self._made.values()))
+        return result
+
+
+# Torch 2.15 wants waits among the messages.
+COMMS = "torch-comms-waits" if hasattr(_ComputationType, "WAIT_SEND_F") else "torch-comms"
 FORMS = {"torch-csv": "compute_only", COMMS: "compute_comms"}
 # Each is for two routes, or consists of ops for which PyTorch has no action.
 NOT_THERE = {"dualpipe", "1f1b-recompute", "chronos-recomp", "chronos-offload", "bpipe"}
-IN_A_V = pytest.mark.skipif(torch_pipelining.NEIGHBOURS_APART, reason="this torch has no neighbours on one rank")
+IN_A_V = pytest.mark.skipif(NEIGHBOURS_APART, reason="this torch has no neighbours on one rank")
 LOWERED_THERE = {"1f1b", "zb-v", "dualpipe-v"}  # as rows of compute actions, too, which torch lowers itself
 
 
@@ -52,7 +244,7 @@ def sayable(cases: list[Case], ranks: int) -> list[Case]:
 def runnable(cases: list[Case]) -> list[Case]:
     """Those of whose stages no neighbours share a rank, if torch needs that."""
     apart = [all(a != b for a, b in pairwise(case.layout.placement)) for case in cases]
-    return [case for case, fine in zip(cases, apart, strict=True) if fine or not torch_pipelining.NEIGHBOURS_APART]
+    return [case for case, fine in zip(cases, apart, strict=True) if fine or not NEIGHBOURS_APART]
 
 
 def require_same(what: str, outcomes: list[tuple[Outcome, str]], plain: Outcome) -> float:
@@ -63,13 +255,17 @@ def require_same(what: str, outcomes: list[tuple[Outcome, str]], plain: Outcome)
     return max(abs(loss - plain.losses[j]) for j, loss in losses.items())
 
 
-@pytest.mark.parametrize(("pool", "microbatches"), [("ranks", (5, 4)), ("four_ranks", (8,))])
+ON_RANKS = pytest.mark.parametrize(
+    ("pool", "microbatches"), [("ranks", (5, 4)), ("four_ranks", (8,))], indirect=["pool"]
+)
+
+
+@ON_RANKS
 def test_every_published_schedule_that_the_rows_can_say(
-    pool: str, microbatches: tuple[int, ...], request: pytest.FixtureRequest, tmp_path: Path
+    pool: Ranks, microbatches: tuple[int, ...], tmp_path: Path
 ) -> None:
-    call: Ranks = request.getfixturevalue(pool)
-    cases = published(call.world, microbatches)
-    said = sayable(cases, call.world)
+    cases = published(pool.world, microbatches)
+    said = sayable(cases, pool.world)
     for case in cases:
         if case not in said:
             with pytest.raises(InputError, match=r"^(routes: one is|\d+[CEP]\d+ in the program of device \d+: )"):
@@ -80,12 +276,12 @@ def test_every_published_schedule_that_the_rows_can_say(
         for case in runnable(said)
         if case.name in LOWERED_THERE
     ]
-    by_rank = call(torch_pipelining.run_all, files=[file for *_, file in files])
+    by_rank = pool(run_all, files=[file for *_, file in files])
     sizes = {(len(file.placement), file.microbatches): case.layout for case, _, file in files}
     plain = {size: rank_systems.plain(layout) for size, layout in sizes.items()}
     for (case, to, file), *outcomes in zip(files, *by_rank, strict=True):
         difference = require_same(f"{case.name}, {to}", outcomes, plain[len(file.placement), file.microbatches])
-        tables.note(case.name, call.world, to, difference)
+        tables.note(case.name, pool.world, to, difference)
         for _, text in outcomes:
             assert text.splitlines() == file.path.read_text().splitlines(), case.name
         programs = import_schedule(file.path, case.schedule.problem).programs
@@ -95,7 +291,7 @@ def test_every_published_schedule_that_the_rows_can_say(
 def test_a_trace_of_torchs_profiler_becomes_a_problem(ranks: Ranks, tmp_path: Path) -> None:
     """The trace has the order of the rows. No op begins before its message has come, though its range does."""
     (case,) = (case for case in published(2, (4,)) if case.name == "zb-h1")
-    paths = ranks(torch_pipelining.traced, file=written(case, COMMS, tmp_path), steps=2)
+    paths = ranks(traced, file=written(case, COMMS, tmp_path), steps=2)
     found = problem_from("torch-trace", *paths)
     assert found.schedule.programs == case.schedule.programs
     assert [sorted(times) for times in found.stages] == [
@@ -115,9 +311,7 @@ def test_a_trace_of_torchs_profiler_becomes_a_problem(ranks: Ranks, tmp_path: Pa
 def test_a_trace_of_torchs_own_schedules_with_an_evaluation(
     name: str, system: str, plan: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    paths = ranks(
-        torch_pipelining.traced_by, name=name, plan=plan, path=tmp_path / "trace", named="Interleaved" not in name
-    )
+    paths = ranks(traced_by, name=name, plan=plan, path=tmp_path / "trace", named="Interleaved" not in name)
     found = problem_from("torch-trace", list(paths))
     assert "1 of 2 steps has forwards only, as in an evaluation: left out" in found.unused
     assert found.schedule.programs == generate(system, found.problem.with_memory_for(99)).programs
@@ -127,7 +321,7 @@ def test_a_trace_of_torchs_own_schedules_with_an_evaluation(
 
 
 def test_a_trace_without_ranges_says_how_to_open_them(ranks: Ranks, tmp_path: Path) -> None:
-    paths = ranks(torch_pipelining.traced_by, name="1F1B", plan="t", path=tmp_path / "trace")
+    paths = ranks(traced_by, name="1F1B", plan="t", path=tmp_path / "trace")
     with pytest.raises(InputError, match=r"ScheduleGPipe open no ranges: call optpipe_runtime.name_ranges\(stage\)"):
         problem_from("torch-trace", *paths)
 
@@ -137,7 +331,7 @@ def test_stages_sharded_by_fsdp(four_ranks: Ranks, tmp_path: Path) -> None:
     """Every stage is gathered before its first op and sharded again behind its last: torch raises where it is not."""
     (case,) = (case for case in published(2, (5, 4)) if case.name == "dualpipe-v")
     files = [written(case, COMMS, tmp_path)]
-    outcomes = [done for (done,) in four_ranks(torch_pipelining.run_sharded, files=files, pipelines=2)]
+    outcomes = [done for (done,) in four_ranks(run_all, files=files, pipelines=2)]
     require_same(case.name, outcomes, rank_systems.plain(case.layout))
 
 
@@ -148,7 +342,7 @@ def test_losses_are_found_whatever_the_order_of_forwards(ranks: Ranks, tmp_path:
     case = Case("odd order", Schedule.parse(problem, programs))
     files = [written(case, to, tmp_path) for to in FORMS]
     assert files[0].path.read_text() == "0F0,0F1,0F2,0B1,0B0,0B2\n1F0,1F1,1B1,1B0,1F2,1B2\n"
-    by_rank = ranks(torch_pipelining.run_all, files=files)
+    by_rank = ranks(run_all, files=files)
     for to, *outcomes in zip(FORMS, *by_rank, strict=True):
         require_same(to, outcomes, rank_systems.plain(case.layout))
 
@@ -161,14 +355,10 @@ def test_offload_in_torchs_own_runtime(placement: tuple[int, ...], ranks: Ranks)
     """
     ample = rank_cases.problem(placement, 6, offload_parts=2)
     keeping = heuristics.generate("naive", ample)
-    saved = {
-        s: n
-        for (done,) in ranks(torch_pipelining.run_offloaded, schedules=[keeping])
-        for s, n in done.activation_bytes.items()
-    }
+    saved = {s: n for (done,) in ranks(run_offloaded, schedules=[keeping]) for s, n in done.activation_bytes.items()}
     real = ample.replace(stages=[with_bytes(stage, saved[s]) for s, stage in enumerate(ample.stages)])
     schedules = [heuristics.generate("adaoffload", real), heuristics.generate("adaoffload", real.with_memory_for(1.8))]
-    by_rank = ranks(torch_pipelining.run_offloaded, schedules=schedules)
+    by_rank = ranks(run_offloaded, schedules=schedules)
     plain = rank_systems.plain(Layout.from_problem(real))
     for outcomes in zip(*by_rank, strict=True):
         require_same(f"{placement}", [(done.outcome, "") for done in outcomes], plain)
@@ -182,16 +372,13 @@ def test_offload_in_torchs_own_runtime(placement: tuple[int, ...], ranks: Ranks)
 
 
 @pytest.mark.stacks
-@pytest.mark.parametrize(("pool", "microbatches"), [("ranks", (5, 4)), ("four_ranks", (8,))])
-def test_no_published_schedule_takes_more_than_its_certificate(
-    pool: str, microbatches: tuple[int, ...], request: pytest.FixtureRequest
-) -> None:
+@ON_RANKS
+def test_no_published_schedule_takes_more_than_its_certificate(pool: Ranks, microbatches: tuple[int, ...]) -> None:
     """By `torch_schedule`, with offloads where the schedule has them; certified with the bytes that stages save."""
-    call: Ranks = request.getfixturevalue(pool)
-    cases = runnable(sayable(published(call.world, microbatches), call.world))
+    cases = runnable(sayable(published(pool.world, microbatches), pool.world))
     assert {"1f1b", "interleaved", "zb-h1", "adaoffload", "po-h"} <= {case.name for case in cases}
     for case in cases:
-        outcomes = [done for (done,) in call(torch_pipelining.run_offloaded, schedules=[case.schedule])]
+        outcomes = [done for (done,) in pool(run_offloaded, schedules=[case.schedule])]
         problem = case.schedule.problem
         difference = require_same(case.name, [(done.outcome, "") for done in outcomes], rank_systems.plain(case.layout))
         saved = {s: n for done in outcomes for s, n in done.activation_bytes.items()}
@@ -199,7 +386,7 @@ def test_no_published_schedule_takes_more_than_its_certificate(
         certified = [peak.bytes for peak in certify(real, case.schedule).device]
         shares = [done.peak_bytes / most for done, most in zip(outcomes, certified, strict=True)]
         assert 0 < max(shares) <= 1, case.name
-        tables.note(case.name, call.world, "torch_schedule", difference, max(shares))
+        tables.note(case.name, pool.world, "torch_schedule", difference, max(shares))
 
 
 @pytest.mark.stacks
@@ -215,7 +402,7 @@ def test_a_paced_step_takes_no_less_than_predicted(ranks: Ranks) -> None:
     )
     offloaded = Schedule.parse(problem, programs)
     assert check(problem, offloaded) == []
-    by_rank = ranks(torch_pipelining.run_paced, schedule=offloaded, times=times, steps=5)
+    by_rank = ranks(run_paced, schedule=offloaded, times=times, steps=5)
     share = min(map(max, zip(*by_rank, strict=True))) / offloaded.makespan_ms
     tables.note("paced", 2, "torch_schedule", step_share=share)
     assert share > 0.98
@@ -223,13 +410,13 @@ def test_a_paced_step_takes_no_less_than_predicted(ranks: Ranks) -> None:
 
 def test_stages_of_another_rank_are_refused(ranks: Ranks) -> None:
     problem = rank_cases.problem([1, 0], 2)
-    said = ranks(torch_pipelining.refusal, schedule=heuristics.generate("naive", problem), placement=(0, 1))
+    said = ranks(refusal, schedule=heuristics.generate("naive", problem), placement=(0, 1))
     assert said[0] == "stages: rank 0 has [0] of 2; the schedule places [1] of 2 there"
 
 
 def test_micro_batches_of_different_shapes_are_refused(ranks: Ranks) -> None:
     schedule = heuristics.generate("naive", rank_cases.problem([0, 1], 2))
-    said = ranks(torch_pipelining.refusal, schedule=schedule, placement=(0, 1), rows=5)
+    said = ranks(refusal, schedule=schedule, placement=(0, 1), rows=5)
     assert said == [
         f"the {what} of micro-batch 1 have shapes [[2, 16]], those of the first [[3, 16]]: torch's pipelining needs "
         "equal ones; optpipe_runtime.Pipeline takes others, as Microbatches"

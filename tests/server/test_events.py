@@ -101,8 +101,7 @@ def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings,
         body = {"problem": chain().to_dict(), "method": "asleep"}
         waiting = threading.Thread(target=lambda: replies.append(client.post("/v1/jobs", json=body)))
         waiting.start()
-        while not server.server_state.tasks:
-            time.sleep(0.01)
+        until(lambda: server.server_state.tasks)
         time.sleep(0.2)
         server.should_exit = True
         waiting.join(60)

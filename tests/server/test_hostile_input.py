@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from support.problems.chain import chain
 from support.service.postgres import shared_on_sqlite
-from support.service.rest import sound
+from support.service.rest import CALLS, Call, sound
 
 from optpipe_server.accepted import MOST_PARTS
 from optpipe_server.http.app import LONGEST_BODY
@@ -20,11 +20,13 @@ from optpipe_server.http.tools import MOST_FORWARDS
 CHAIN = chain().to_dict()
 GOOD = json.dumps({"problem": CHAIN, "method": "hang"})
 MANY = LONGEST_BODY // 12
+WITH_BODY = [call for call in CALLS if call.body and "Content-Type" not in call.headers]
+(SUBMIT,) = (call for call in WITH_BODY if (call.method, call.path) == ("POST", "/v1/jobs"))
 NONSENSE = {"problem": CHAIN, "devices": [{"program": ["0F0"]}, {"program": ["nonsense"]}]}
 
 
-def refusal(client: httpx.Client, body: str | bytes) -> str:
-    reply = client.post("/v1/jobs", content=body, headers={"Content-Type": "application/json"})
+def refusal(client: httpx.Client, body: str | bytes, call: Call = SUBMIT) -> str:
+    reply = call.ask(client, "0" * 32, content=body)
     assert reply.status_code in (400, 422), reply.text
     assert len(reply.content) < 1000
     sound(reply)
@@ -48,7 +50,8 @@ def refusal(client: httpx.Client, body: str | bytes) -> str:
 )
 @shared_on_sqlite
 def test_bodies_that_are_not_json_or_have_very_many_names_are_refused(client: httpx.Client, body: str | bytes) -> None:
-    assert refusal(client, body)
+    for call in WITH_BODY:
+        assert refusal(client, body, call)
 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "-1", "true", '"1"', "null", "[]", "9" * 5000])

@@ -66,17 +66,14 @@ def test_each_line_is_json_with_time_level_and_event(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["json", "readable"])
-def test_no_line_contains_a_key_a_password_or_a_body(how: str) -> None:
+def test_no_line_contains_a_key_a_password_or_a_body_and_readable_ones_are_for_people(how: str) -> None:
     text = said(how)
     assert "me:***@host/db" in text
     assert [secret for secret in SECRETS if secret in text] == []
-
-
-def test_readable_lines_are_for_people() -> None:
-    first = said("readable").splitlines()[0]
-    assert first.split()[1:4] == ["[info", "]", "claimed"]
-    assert "job=j1 attempt=2 worker=w" in first
-    text = said("readable")
-    assert r"hostile\nforged \x1b[2J" in text
-    assert "\x1b" not in text
-    assert "Traceback (most recent call last)" in text
+    if how == "readable":
+        first = text.splitlines()[0]
+        assert first.split()[1:4] == ["[info", "]", "claimed"]
+        assert "job=j1 attempt=2 worker=w" in first
+        assert r"hostile\nforged \x1b[2J" in text
+        assert "\x1b" not in text
+        assert "Traceback (most recent call last)" in text

@@ -17,7 +17,7 @@ from optpipe.process.protocol import Incumbent, Note, Programs, Request
 from optpipe_solver.milp.backends import UnavailableError, find_backend, is_licensed
 from optpipe_solver.milp.model import Model, all_orders, no_cycles_of_three
 from optpipe_solver.milp.rows import Rows
-from optpipe_solver.milp.variables import ALL, PLAIN, Switches
+from optpipe_solver.milp.variables import ALL, PLAIN
 
 SWITCHES = {
     "all": ALL,
@@ -47,13 +47,21 @@ def other(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+FULL_DUPLEX = EXHAUSTIVE["a shared link"].model_copy(update={"transfer_mode": "full_duplex"})
+EACH = [(SPAN, "span"), *((problem, "makespan") for problem in EXHAUSTIVE.values()), (EXHAUSTIVE["two chunks"], "span")]
+
+
 @pytest.mark.parametrize(
-    ("name", "objective"), [("span", "span"), *((name, "makespan") for name in EXHAUSTIVE), ("two chunks", "span")]
+    ("switches", "problem", "objective"),
+    [
+        *((switches, *each) for switches in SWITCHES for each in EACH),
+        *(("order entry", problem, "span") for problem in EXHAUSTIVE.values()),
+        *(("all", FULL_DUPLEX, objective) for objective in ("makespan", "span")),
+    ],
 )
-def test_no_switch_changes_the_optimum(solver: Solver, name: str, objective: Objective, switches: Switches) -> None:
-    problem = SPAN if name == "span" else EXHAUSTIVE[name]
-    finds_the_best_of_all_programs(solver, problem, objective, switches=switches)
+def test_no_switch_changes_the_optimum(solver: Solver, switches: str, problem: Problem, objective: Objective) -> None:
+    """Of every sort of problem: shared links, two chunks and two directions among them."""
+    finds_the_best_of_all_programs(solver, problem, objective, switches=SWITCHES[switches])
 
 
 def finds_the_best_of_all_programs(milp: Solver, problem: Problem, objective: Objective, **asked: object) -> None:
@@ -61,22 +69,6 @@ def finds_the_best_of_all_programs(milp: Solver, problem: Problem, objective: Ob
     values, bound = milp.solve(problem, objective, **asked)
     assert values[-1] == pytest.approx(best)
     assert bound == pytest.approx(best)
-
-
-FULL_DUPLEX = EXHAUSTIVE["a shared link"].model_copy(update={"transfer_mode": "full_duplex"})
-
-
-@pytest.mark.parametrize(
-    ("problem", "objective", "switches"),
-    [
-        *((problem, "span", SWITCHES["order entry"]) for problem in EXHAUSTIVE.values()),
-        (FULL_DUPLEX, "makespan", ALL),
-        (FULL_DUPLEX, "span", ALL),
-    ],
-)
-def test_of_every_sort_of_problem(solver: Solver, problem: Problem, objective: Objective, switches: Switches) -> None:
-    """Shared links, two chunks and two directions among them."""
-    finds_the_best_of_all_programs(solver, problem, objective, switches=switches)
 
 
 def test_triangles_of_all_orders_are_of_each_variable() -> None:

@@ -2,7 +2,6 @@
 pays."""
 
 import json
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from support import problems
+from support.commands import run as command
 from support.frames import bounds, notes, schedules
 from support.oracles.enumeration import best_of_all, problem_of, stage
 
@@ -17,12 +17,12 @@ import optpipe
 from optpipe import Problem, Schedule, check
 from optpipe.model.placement import Placement, rechunk
 from optpipe.process.protocol import Incumbent, Infeasible, Note, Programs, Request
-from optpipe_cli import main as cli
 from optpipe_solver import tuning
 from optpipe_solver.heuristics import generate
 from optpipe_solver.incumbents import Incumbents, _Kept
 from optpipe_solver.portfolio import PlacementSearch, placement_search
 
+__all__ = ["command"]  # a fixture
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 
 
@@ -266,20 +266,11 @@ def test_relax_searches_the_placements_of_the_least_bounds_up_to_the_best(thread
     assert [len(problem.stages) for problem in relaxed] == [4, 8]  # next would be the best one
 
 
-def test_solve_writes_what_check_accepts_for_the_problem_asked_about(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
+def test_solve_writes_what_check_accepts_for_the_problem_asked_about(command):
     with_layers().save("p.json")
-
-    def command(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["optpipe", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, capsys.readouterr().out
-
     # The gap ends each search, but not with the given stages: device 2 works for 108 ms there, and 94 can be reached.
     solve = ("solve", "p.json", "--placements", "all", "--method", "adaoffload", "--time-limit", "60", "--gap", "0.12")
-    code, out = command(*solve, "-o", "s.json")
+    code, out, _ = command(*solve, "-o", "s.json")
     placed = Schedule.load("s.json").placement
     assert code == 0
     assert f" with {placed}, bubble " in out

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from support import problems
 from support.frames import bounds, notes, schedules
-from support.processes import over
+from support.processes import over, until
 
 import optpipe
 from optpipe import InputError, Problem, check
@@ -54,13 +54,13 @@ def engines(monkeypatch):
     return behave
 
 
-def run(problem: Problem, until: Callable[[Frame], bool] = lambda frame: False, **asked: Any) -> list[Frame]:
-    """Search; time is up as soon as `until` holds for a frame."""
+def run(problem: Problem, ends: Callable[[Frame], bool] = lambda frame: False, **asked: Any) -> list[Frame]:
+    """Search; time is up as soon as `ends` holds for a frame."""
     frames: list[Frame] = []
 
     def emit(frame: Frame) -> None:
         frames.append(frame)
-        if until(frame):
+        if ends(frame):
             search.clock.stop()
 
     search = Portfolio(Request(problem=problem, **{"time_limit_s": 60.0, "threads": 2, **asked}), emit)
@@ -136,8 +136,9 @@ def test_what_an_engine_does_not_use_is_left_to_the_next(engines):
 
 def test_what_an_engine_started_ends_with_it(engines):
     engines("parent", "tells")
-    frames = run(pipeline(), until=lambda frame: isinstance(frame, Note) and frame.text.isdigit())
-    assert gone(int(next(text for text in notes(frames) if text.isdigit())))
+    frames = run(pipeline(), lambda frame: isinstance(frame, Note) and frame.text.isdigit())
+    pid = int(next(text for text in notes(frames) if text.isdigit()))
+    until(lambda: over(pid), within_s=60)
 
 
 @pytest.mark.parametrize("method", ["lns", "auto"])
@@ -147,12 +148,8 @@ def test_cancelled_while_engines_compute_nothing_is_left_but_the_best(method):
     )
     assert next(search).schedule is not None
     solver = psutil.Process(search._child.pid)
-    deadline = time.monotonic() + 240
-    while not any(
-        child.cpu_times().user > 1.5 for child in solver.children()
-    ):  # past its imports: at work in native code
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    # Past its imports: at work in native code.
+    until(lambda: any(child.cpu_times().user > 1.5 for child in solver.children()), within_s=240)
     family = [solver, *solver.children(recursive=True)]
     threading.Timer(0.1, search.cancel).start()
     began = time.monotonic()
@@ -161,15 +158,7 @@ def test_cancelled_while_engines_compute_nothing_is_left_but_the_best(method):
     assert last.status == "feasible"
     assert check(last.schedule.problem, last.schedule) == []
     assert last.notes == ()
-    assert all(gone(process.pid) for process in family)
-
-
-def gone(pid: int) -> bool:
-    """Whether it ends, within moments."""
-    deadline = time.monotonic() + 60
-    while not over(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return over(pid)
+    until(lambda: all(over(process.pid) for process in family), within_s=60)
 
 
 def test_what_an_engine_claims_is_verified(engines):

@@ -1,8 +1,6 @@
 """What clients do with jobs, and at once: nothing is done twice, no limit is exceeded, nothing deadlocks."""
 
 import random
-import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -14,7 +12,7 @@ from sqlalchemy import Connection, func, select, update
 from support.problems.chain import chain, gpipe, one_by_one
 from support.processes import until
 from support.service import running, settings_in
-from support.service.work import FAST, PROBLEM, SLOW, found, row, start, submit
+from support.service.work import FAST, PROBLEM, SLOW, at_once, found, row, start, submit
 
 from optpipe import Problem, Result
 from optpipe.options import SolveOptions
@@ -132,25 +130,6 @@ def test_a_job_whose_workers_are_lost_again_and_again_ends(database: Database, s
 
 
 SLOWER = chain(scale=2.0)
-
-
-def at_once(*calls: Callable[[], object]) -> list[object]:
-    """Call each in a thread of its own at the same time; return what they return or raise."""
-    ready, answers = threading.Barrier(len(calls)), [None] * len(calls)
-
-    def run(k: int) -> None:
-        ready.wait(60)
-        try:
-            answers[k] = calls[k]()  # type: ignore[call-overload]
-        except Exception as error:
-            answers[k] = error  # type: ignore[call-overload]
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
 
 
 def test_a_job_begun_at_once_is_one_workers(database: Database) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optpipe_runtime.memory.host_memory import HostPool
 from optpipe_runtime.memory.link import Link
+from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.levels import FULL, LEVELS
 from optpipe_runtime.stage.runner import StageRunner, learn
 from optpipe_runtime.stage.split import weight_grads
@@ -259,10 +260,11 @@ def batches(count: int) -> list[Tensor]:
     return [torch.randn(BATCH, 8, WIDTH) for _ in range(count)]
 
 
-def runner(module: nn.Module, link: Link) -> StageRunner:
-    stage = StageRunner(0, module, CPU, link, HostPool(CPU))
-    learn(stage, (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
-    stage.start_step((), 1)
+def runner(module: nn.Module, link: Link, *batch: Tensor, loss: LossFn | None = None) -> StageRunner:
+    """On a batch, which stays in memory, or on inputs that another stage made."""
+    stage = StageRunner(0, module, CPU, link, HostPool(CPU), loss)
+    learn(stage, batch or (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),), None if loss is None else ())
+    stage.start_step(batch, 1)
     return stage
 
 

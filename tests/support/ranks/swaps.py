@@ -1,4 +1,4 @@
-"""What the ranks run in `test_swaps` and `test_chaos`: training while schedules change, and schedules that go wrong."""
+"""What the ranks run in `test_swaps`: training while schedules change, and schedules that go wrong."""
 
 import logging
 import threading

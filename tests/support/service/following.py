@@ -31,16 +31,12 @@ def until_ended(client: ScheduleClient) -> None:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == "optpipe.client" and record.levelno >= logging.WARNING
-    ]
+    return _logged(caplog, range(logging.WARNING, logging.CRITICAL + 1))
 
 
 def news(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == "optpipe.client" and record.levelno == logging.INFO
-    ]
+    return _logged(caplog, range(logging.INFO, logging.INFO + 1))
+
+
+def _logged(caplog: pytest.LogCaptureFixture, levels: range) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name == "optpipe.client" and each.levelno in levels]

@@ -1,7 +1,8 @@
 """Jobs as clients and workers make them, workers with a fake solver, and what must hold in the database whatever
 happens to them."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -46,6 +47,25 @@ def submit(database: Database, schedule: Schedule | None = SLOW, **wanted: Any) 
 def row(database: Database, job_id: str) -> Any:
     with database.read() as db:
         return db.execute(select(jobs).where(jobs.c.id == job_id)).one()
+
+
+def at_once(*calls: Callable[[], object]) -> list[object]:
+    """Call each in a thread of its own at the same time; return what they return or raise."""
+    ready, answers = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def run(k: int) -> None:
+        ready.wait(60)
+        try:
+            answers[k] = calls[k]()  # type: ignore[call-overload]
+        except Exception as error:
+            answers[k] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
 
 
 def problem(scale: float = 1.0, m: int = 8, name: str = "chain") -> Problem:
