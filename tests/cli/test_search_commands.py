@@ -18,6 +18,7 @@ import psutil
 import pytest
 from rich.console import Console
 from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
+from support.problems import parsed, pipeline, stage
 from support.processes import until
 
 from optpipe import Problem, Result, ScheduleFile, anytime, check, comparison
@@ -26,6 +27,7 @@ from optpipe.results import Improvement
 from optpipe.show.pareto import Point, chart, frontier
 from optpipe_cache import storage
 from optpipe_cli import compare
+from optpipe_cli.output import ctrl_c_calls
 from optpipe_cli.solve import view
 from optpipe_solver.engines import COMPILING
 from optpipe_solver.heuristics import generate
@@ -42,6 +44,8 @@ def test_solve_writes_what_check_accepts(scripted, small):
     file = ScheduleFile.load("s.json")
     assert (file.status, file.method, file.makespan_ms) == ("optimal", "fast", all_forwards_first(small).makespan_ms)
     assert '"lower_bound_ms":' in Path("s.html").read_text()
+    scripted("solve", "p.json", "--method", "good", "--objective", "span", "-o", "span.json")
+    assert ScheduleFile.load("span.json").lower_bound_ms is None  # which would be the makespan's
     assert scripted("check", "p.json", "s.json")[0] == 0
     assert scripted("check", "p.json", "s.json", "--json")[1].startswith('{\n "valid": true')
 
@@ -78,6 +82,10 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best(scripted, small, monkeypatch,
     assert (code, Path("s.json").exists()) == ((0, True) if method == "sleep" else (1, False))
     assert time.monotonic() - began < 30  # the solver would have slept for 60
     assert signal.getsignal(signal.SIGINT) is handler
+    with ctrl_c_calls(lambda: None):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_an_unusable_cache_is_reported_and_ignored(scripted, small, tmp_path, monkeypatch):
@@ -188,6 +196,12 @@ def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
     assert re.search(r"40 > 15 GB +as given$", rows[4])
     assert re.search(r"\nWhy: within the same memory it .* its devices wait \d+% of the time instead of \d+%\.\n", out)
     assert "\nno schedule:\n1f1b-recompute  stages[0].recompute_ms is missing" in out
+
+
+def test_an_activation_counts_once_however_many_parts_leave():
+    problem = pipeline(1, 2, 99, stage(offload=(1, 1, 8), offload_parts=2))
+    away = parsed(problem, "0F0 0O0 0O0.1 0D0 0D0.1 0R0 0R0.1 0BW0 0F1 0BW1")
+    assert "offloads 0% of all activations instead of 50%" in [*compare.gain_lines(away, one_at_a_time(problem))][1]
 
 
 def test_on_a_terminal_of_80_columns_nothing_is_cut(run, monkeypatch):

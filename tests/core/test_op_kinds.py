@@ -85,9 +85,12 @@ def test_a_level_has_its_own_time_checkpoint_and_offload() -> None:
     assert peaks.host[0].bytes == 6
 
 
-def test_a_schedule_takes_the_last_level_where_there_are_fewer() -> None:
+def test_a_schedule_takes_the_last_level_and_the_parts_that_there_are() -> None:
     repaired = repair(with_levels([CHEAP]), parsed(LEVELS, "0F0 0C0.1 0BW0 0F1 0BW1"))
     assert repaired.programs[0].texts() == ["0F0", "0C0", "0BW0", "0F1", "0BW1"]
+    whole, halves = (pipeline(1, 2, 16, stage(offload=(1, 1, 8), offload_parts=n)) for n in (1, 2))
+    repaired = repair(whole, parsed(halves, "0F0 0O0 0O0.1 0D0 0D0.1 0F1 0BW1 0R0 0R0.1 0BW0"))
+    assert repaired.programs[0].texts() == ["0F0", "0O0", "0D0", "0F1", "0BW1", "0R0", "0BW0"]
 
 
 def test_an_offload_goes_where_memory_suffices_to_the_byte_without_it():

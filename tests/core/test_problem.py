@@ -151,10 +151,20 @@ def test_memory_for_a_number_of_activations():
     assert [device.activation_budget_bytes for device in problem.devices] == [211, 105]
 
 
-@pytest.mark.parametrize(("ms", "classes"), [([10.0, 10.0], [[0, 1]]), ([10.0, 2.0], [[0], [1]])])
-def test_classes_of_micro_batches_go_by_figures_however_these_are_written(ms, classes):
-    costs = Problem.from_dict(with_stage(forward_ms=ms)).costs
-    assert (costs.are_equal, costs.classes) == (len(classes) == 1, classes)
+def test_micro_batches_with_equal_figures_are_of_one_class_however_these_are_written():
+    costs = Problem.from_dict(with_stage(forward_ms=[10.0, 10.0])).costs
+    assert (costs.are_equal, costs.classes) == (True, [[0, 1]])
+
+
+ABLE = STAGE | stage((10, 10, 8), (50, 20), offload=(12, 12, 50), recompute=(5, 9), evict=(3, 3, 40))
+
+
+@pytest.mark.parametrize("name", sorted(ABLE.keys() - {"device"}))
+def test_micro_batches_that_differ_in_any_figure_are_of_two_classes(name):
+    other = ABLE | {name: [ABLE[name], ABLE[name] + (1 if name == "activation_bytes" else -1)]}
+    devices = [{"activation_budget_bytes": 100, "peer": 1 - d} for d in range(2)]
+    costs = Problem.from_dict(content(devices=devices, stages=[ABLE, other | {"device": 1}])).costs
+    assert (costs.are_equal, costs.classes) == (False, [[0], [1]])
 
 
 def test_a_fixed_order_is_kept():

@@ -74,6 +74,11 @@ def test_in_the_order_by_ends_nothing_comes_before_what_it_waits_for(pair):
     assert (places[first] < places[first + 1]).all()
 
 
+def test_a_message_takes_the_time_of_its_sender_and_receiver():
+    problem = chain(microbatches=1, messages=[{"sender": 1, "receiver": 0, "ms": 7.0}])
+    assert Schedule.parse(problem, [["0F0", "0BW0"], ["1F0", "1BW0"]]).makespan_ms == (3 + 1 + 3) + (6 + 7 + 6)
+
+
 def test_a_shared_link_is_one_queue():
     problem, shared = chain(4), chain(4, device={"link": "pcie0"})
     programs = [[f"{s}F0", f"{s}O0", f"{s}D0", f"{s}R0", f"{s}BW0", f"{s}F1", f"{s}BW1"] for s in range(4)]

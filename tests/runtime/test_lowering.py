@@ -113,9 +113,10 @@ def test_a_message_is_expected_while_another_op_runs() -> None:
     assert plans[1].message_peak(lambda message: 1) == 6, "four receives, and two sends"
 
 
-def test_the_peak_of_host_memory_is_counted() -> None:
+@pytest.mark.parametrize("backward", ["0BW0", "0B0 0W0"])
+def test_the_peak_of_host_memory_is_counted(backward: str) -> None:
     problem = cases.problem([0], 2, offload_parts=2)
-    texts = programs("0F0 0O0 0O0.1 0D0 0D0.1 0F1 0O1 0D1 0R0 0R0.1 0BW0 0O1.1 0D1.1 0R1 0R1.1 0BW1")
+    texts = programs(f"0F0 0O0 0O0.1 0D0 0D0.1 0F1 0O1 0D1 0R0 0R0.1 {backward} 0O1.1 0D1.1 0R1 0R1.1 0BW1")
     plan = prepare(Schedule.parse(problem, texts), 0, Layout.from_problem(problem))
     assert plan.host_peak(lambda stage, microbatch, part: (10, 1)[part]) == 21, "both of part 0, one of part 1"
 

@@ -41,6 +41,7 @@ from optpipe_runtime import Microbatches, Pipeline, PlannedSteps, StepReport
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.stage.io import Dimensions, LearnedRoutes, RouteSpecs, Shape, Spec, StageIO, extremes_first
 from optpipe_runtime.steps.planned import tokens_and_squares
+from optpipe_runtime.steps.planner import MeasuredStep, StepPlanner
 
 BETWEEN = Turn((Sizes(1, 9), Sizes(2, 5), Sizes(3, 16), Sizes(1, 7)), weighted=True)
 LONGER = Turn((Sizes(2, 60), Sizes(2, 5), Sizes(1, 16), Sizes(1, 7)))
@@ -314,6 +315,14 @@ def test_what_is_derived_is_what_would_be_learned(shapes: list[Dimensions], fact
 )
 def test_other_shapes_are_learned(lengths: Callable[[int], int], new: Dimensions) -> None:
     assert learned((1, 4, 1, 4), (1, 16, 1, 16), lengths=lengths).find(new) is None
+
+
+def test_bytes_beyond_what_was_certified_make_the_next_certificates_larger() -> None:
+    planner, features = StepPlanner(0, None), [{"tokens": 1.0}]
+    planner.add(cases.problem([0], 1), features)
+    planner._features = dict.fromkeys((1, 2), features)
+    planner._learn([[MeasuredStep(n, {}, 1.5) for n in (1, 2)]])
+    assert planner.problem(features).stages[0].activation_bytes == (225,)  # 100, 1.5 · 1.5 times
 
 
 def test_between_learned_shapes_nothing_is_learned() -> None:

@@ -17,6 +17,7 @@ from optpipe import Problem, Schedule, certify, check
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe_solver.bounds import deferral_bound, lower_bound, memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import Relief, infeasibility, least_memory, reliefs
+from optpipe_solver.bounds.problem_facts import one_level
 from optpipe_solver.heuristics import STREAMS
 
 
@@ -191,6 +192,12 @@ def test_the_deepest_stage_needs_its_activation_and_the_residuals_before_it():
     cheap = {"name": "cheap", "recompute_ms": 1.0, "checkpoint_bytes": 4, "offload_ms": 1.0, "reload_ms": 1.0}
     leaving = stage(10, levels=[{**cheap, "offload_bytes": 3}])  # of the checkpoint one byte stays
     assert least_memory(on_one_device([leaving, stage(7), stage(9)], 100)) == [17]
+
+
+def test_one_level_is_as_quick_and_as_small_as_any():
+    levels = [{"name": f"{ms} ms", "recompute_ms": ms, "checkpoint_bytes": kept} for ms, kept in ((1.0, 6), (2.0, 4))]
+    (one,) = one_level(on_one_device([stage(10, levels=levels)], 100)).stages
+    assert (one.recompute_ms, one.checkpoint_bytes) == (1.0, 4)
 
 
 def test_a_host_limit_admits_the_best_subset():

@@ -10,9 +10,10 @@ from optpipe import Problem, Schedule, check
 from optpipe.process.protocol import Frame, Programs, Request
 from optpipe_solver import lns
 from optpipe_solver.bounds import trivial_bound
+from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat.grid import Grid, is_expressible, place_on_grid, split_dispensable
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.lns.improve import FEWEST_OPS, QUICK_S, Breadth, WindowChoice
+from optpipe_solver.lns.improve import FEWEST_OPS, QUICK_S, Breadth, WindowChoice, improvements
 from optpipe_solver.schedule_facts import deliveries, tails
 from optpipe_solver.systems import generate
 
@@ -40,6 +41,12 @@ def test_windows_of_any_schedule_make_it_shorter_and_shorter() -> None:
     values = [schedule.makespan_ms for schedule in each]
     assert values == sorted(values, reverse=True)
     assert values[-1] < 0.7 * naive(problem).makespan_ms
+
+
+def test_a_window_of_a_part_ends_no_search() -> None:
+    problem = offloading(4, 12)
+    each = improvements(Grid.for_problem(problem), naive(problem), Clock(60.0), threads=1, seed=0)
+    assert next(each).makespan_ms > next(each).makespan_ms
 
 
 def test_windows_minimize_the_span_where_it_is_asked_for() -> None:

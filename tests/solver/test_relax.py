@@ -52,6 +52,7 @@ BACK_IN_TIME = tuple(
         (stage(0, (3, 2, 2), 4, 3, (3, 2, 4), None, 2), stage(1, (1, 2, 1), 1), 6, 0.0, "full_duplex"),
         (stage(0, (1, 1, 3), 4, 4, (1, 2, 4), (1, 0), 2), stage(1, (2, 2, 1), 1), 6, 0.0, "half_duplex"),
         (stage(0, (1, 1, 1), 2, 1, (2, 3, 2), (1, 1), 1), stage(1, (3, 1, 1), 1), 2, 2.0, "full_duplex"),
+        (stage(0, (2, 1, 2), 2, 0, (4, 2, 1), None, 1), stage(1, (2, 5, 1), 1), 3, 0.0, "half_duplex"),
     )
 )
 
@@ -60,6 +61,7 @@ BACK_IN_TIME = tuple(
 @example(BACK_IN_TIME[0], "span")
 @example(BACK_IN_TIME[1], "span")
 @example(BACK_IN_TIME[2], "span")
+@example(BACK_IN_TIME[3], "makespan")
 @given(
     problem=st.one_of(far_from_the_turn(), short_of_memory(2, 3), several_a_device(3)),
     objective=st.sampled_from(["makespan", "span"]),

@@ -88,6 +88,8 @@ def resume(
         modules, optimizers = list(after.modules.items()), list(pipe.host_optimizers.items())
         for s, part in modules + optimizers if module_first else optimizers + modules:
             part.load_state_dict((saved if isinstance(part, nn.Module) else hosts)[s])
+            loaded = {} if isinstance(part, nn.Module) else hosts[s]["parameters"]
+            assert all(torch.equal(after.modules[s].get_parameter(name), value) for name, value in loaded.items())
         after.optimizer.load_state_dict(optimizer)
         losses = [after.step(k, schedule).losses for k in range(at, steps)]
         pipe.synchronize()
