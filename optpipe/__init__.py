@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from optpipe.evaluate.effects import Certificate
     from optpipe.evaluate.timeline import DeadlockError, Timeline
     from optpipe.formats import export_schedule, import_schedule, leave_out_offload
+    from optpipe.formats.torch_memory import as_torch_holds, whole_backwards
     from optpipe.measured.convert import problem_from
     from optpipe.measured.estimate import Measurements
     from optpipe.model.ops import Kind, Op, Pair
@@ -37,6 +38,7 @@ _NAMES = {
     "evaluate.effects": "Certificate",
     "evaluate.timeline": "DeadlockError Timeline",
     "formats": "export_schedule import_schedule leave_out_offload",
+    "formats.torch_memory": "as_torch_holds whole_backwards",
     "measured.convert": "problem_from",
     "measured.estimate": "Measurements",
     "model.ops": "Kind Op Pair",
@@ -51,8 +53,9 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 __all__ = [
     "Certificate", "Comparison", "DeadlockError", "Device", "InputError", "Kind", "Measurements", "Op",
     "OptPipeError", "Pair", "Problem", "Program", "Result", "Schedule", "ScheduleError", "ScheduleFile",
-    "SolverError", "Stage", "Timeline", "certify", "check", "compare", "estimated_offload_ratio", "export_schedule",
-    "import_schedule", "improve", "leave_out_offload", "offload_ratio", "plot", "problem_from", "simulate", "solve",
+    "SolverError", "Stage", "Timeline", "as_torch_holds", "certify", "check", "compare", "estimated_offload_ratio",
+    "export_schedule", "import_schedule", "improve", "leave_out_offload", "offload_ratio", "plot", "problem_from",
+    "simulate", "solve", "whole_backwards",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

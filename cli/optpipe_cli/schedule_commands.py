@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.types import NonNegativeInt
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import gap, raises, reaches
@@ -162,10 +163,15 @@ def export(
     to: Annotated[str, Parameter(help="torch-csv, torch-comms, torch-comms-waits, megatron, primus or json.")],
     output: Output = None,
     without_offload: Annotated[Flag, Parameter(help="Leave offloads out; print what memory that costs.")] = False,
+    whole_backwards: Annotated[Flag, Parameter(help="Write each B and its W as one backward.")] = False,
+    message_bytes: Annotated[
+        NonNegativeInt | None, Parameter(help="Of one message between stages: counts PyTorch's buffers.")
+    ] = None,
 ) -> None:
     """`optpipe export`."""
-    exported = exported_as(Schedule.load(schedule), to, without_offload)
-    for sentence in exported.costs or [f"note: {misfit}" for misfit in exported.misfits]:
+    exported = exported_as(Schedule.load(schedule), to, without_offload, whole_backwards, message_bytes)
+    notes = [*(() if exported.costs else exported.misfits), *exported.notes]
+    for sentence in [*exported.costs, *(f"note: {note}" for note in notes)]:
         echo(sentence, err=True)
     if output:
         write_file(output, exported.text)

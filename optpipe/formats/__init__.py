@@ -15,7 +15,7 @@ import numpy as np
 from optpipe.errors import InputError, ScheduleError, did_you_mean
 from optpipe.evaluate.rows import Rows
 from optpipe.files import parse_json, read_text
-from optpipe.formats import megatron, primus, torch_csv
+from optpipe.formats import megatron, primus, torch_csv, torch_memory
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program, of_kinds
@@ -47,10 +47,17 @@ class Export:
     schedule: Schedule  # what it runs
     costs: tuple[str, ...]  # where offloads were left out: each device's memory with them and without, as a sentence
     misfits: tuple[str, ...]  # a sentence for each device that needs more memory than it has
+    notes: tuple[str, ...] = ()  # what is not counted, and where the program would compute something else
 
 
-def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) -> str:
-    """A schedule in the form that another program reads. If that does not fit the memory, that is logged.
+def export_schedule(
+    schedule: Schedule,
+    to: str,
+    without_offload: bool = False,
+    whole_backwards: bool = False,
+    message_bytes: int | None = None,
+) -> str:
+    """A schedule in the form that another program reads. If that does not fit the memory there, that is logged.
 
     Raises InputError if there is no such form, or it cannot express an op or the order; ScheduleError if the schedule
     cannot run.
@@ -64,26 +71,44 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
         Primus' pipeline launcher. `json`: the schedule file, the only form that has everything.
     without_offload
         Leave out O, D and R. The schedule then needs the memory that `certify` says of `leave_out_offload(schedule)`.
+    whole_backwards
+        Write each B and its W as one BW, for replicas in PyTorch's pipelining.
+    message_bytes
+        The bytes of a message between stages. Up to torch 2.13 the buffers of all messages that a device receives
+        count then.
     """
-    exported = export(schedule, to, without_offload)
+    exported = export(schedule, to, without_offload, whole_backwards, message_bytes)
     for misfit in exported.misfits:
         log.warning("the exported schedule does not fit: %s", misfit)
+    for note in exported.notes:
+        log.info("%s", note)
     return exported.text
 
 
-def export(schedule: Schedule, to: str, without_offload: bool = False) -> Export:
+def export(
+    schedule: Schedule,
+    to: str,
+    without_offload: bool = False,
+    whole: bool = False,
+    message_bytes: int | None = None,
+) -> Export:
     """`export_schedule` with what it costs: the one function of all that hand out a schedule in another form."""
     if to not in WRITERS:
         raise InputError(f"to = {to!r}: one of {', '.join(WRITERS)} is expected{did_you_mean(to, WRITERS, '; ')}")
     exported = leave_out_offload(schedule) if without_offload else schedule
-    text, as_run = WRITERS[to](exported), primus.as_run(exported) if to == "primus" else exported
-    peaks = [each.compiled.certificate.device for each in (schedule, exported)]
+    exported = torch_memory.whole_backwards(exported) if whole else exported
+    text, as_run, notes = WRITERS[to](exported), exported, tuple[str, ...]()
+    if to == "primus":
+        as_run = primus.as_run(exported)
+    elif to.startswith("torch"):
+        as_run, notes = torch_memory.in_torch(exported, to != "torch-comms-waits", message_bytes)
+    peaks = [each.compiled.certificate.device for each in (schedule, as_run)]
     costs = []
     for d, (with_it, peak) in enumerate(zip(*peaks, strict=True)) if without_offload else ():
         needed, offloaded, limit = distinct_sizes(peak.bytes, with_it.bytes, peak.limit or 0)
         verdict = "" if peak.fits else f", more than the {limit} it has"
         costs.append(f"device {d}: {needed} of activations, {offloaded} with offload{verdict}")
-    return Export(text, as_run, tuple(costs), tuple(as_run.compiled.certificate.complaints()))
+    return Export(text, as_run, tuple(costs), tuple(as_run.compiled.certificate.complaints()), notes)
 
 
 def leave_out_offload(schedule: Schedule) -> Schedule:

@@ -59,6 +59,8 @@ class Problem(Document):
         How long a pair lasts, as a share of its two ops one after the other. None: ops make no pairs.
     layers
         The costs of the layers that the stages consist of, in order, so that a search may divide them anew.
+    stack
+        "torch": `saved_for_weight_bytes` are what PyTorch's own pipelining holds. None: what OptPipe's runtime holds.
     """
 
     WHAT = "problem"
@@ -76,6 +78,7 @@ class Problem(Document):
     microbatch_routes: Items[Index] | None = None
     overlap_factor: Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)] | None = None
     layers: Annotated[Items[StageCosts], Field(min_length=1, max_length=4096)] | None = None
+    stack: Literal["torch"] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Problem:

@@ -1,0 +1,94 @@
+"""What a schedule holds in PyTorch's own pipelining (torch.distributed.pipelining of torch 2.11, 2.13 and 2.15), and
+the schedule with whole backwards, where that must not split them.
+
+Its I frees nothing: until W the activation stays, and beside it the gradients at the outputs of all ops with
+parameters. On the first stage I does nothing and W all. Measured on CPUs, (activation + gradients) / activation: MLPs
+with GELU 1.53, with ReLU 2.00, GPT-2 1.38, Llama 1.41 to 1.58, encoder layers with ReLU 1.91.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import ceil
+from typing import Any
+
+from optpipe.model.arrays import Table
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+from optpipe.model.program import JOINED, KIND, of_kinds
+from optpipe.model.records import StageCosts, each_microbatch
+from optpipe.schedule import Schedule
+
+
+def as_torch_holds(problem: Problem, factor: float | None = None) -> Problem:
+    """The problem with what PyTorch's own pipelining holds from B until W: the activation and gradients; on the first
+    stage the activation. Its schedules are schedules of the problem, with the same times.
+
+    What was computed or measured for it already (`stack`) is taken as it is.
+
+    Parameters
+    ----------
+    factor
+        What a stage holds from B until W over its activation, if the model's is known. By default 2, and at least the
+        activation and what OptPipe's runtime holds: without recomputation no gradient is larger than what F saves for
+        the op behind it, and what is recomputed is among what OptPipe's runtime holds.
+    """
+
+    def held(activation: int, saved: int) -> int:
+        return ceil(factor * activation) if factor else activation + max(activation, saved)
+
+    def costs(each: StageCosts, is_first: bool) -> Any:
+        activation, saved = each.activation_bytes, each.saved_for_weight_bytes
+        if is_first:
+            saved = activation
+        elif problem.stack is None:
+            saved = each_microbatch(held, activation, saved)
+        return each.model_copy(update={"saved_for_weight_bytes": saved})
+
+    stages = [costs(stage, s == 0) for s, stage in enumerate(problem.stages)]
+    layers = problem.layers and [costs(layer, n == 0) for n, layer in enumerate(problem.layers)]
+    return problem.replace(stages=stages, layers=layers, stack="torch")
+
+
+def in_torch(schedule: Schedule, keeps_buffers: bool, message_bytes: int | None) -> tuple[Schedule, tuple[str, ...]]:
+    """The schedule on the problem of what PyTorch holds, and a sentence for each thing that a user must know.
+
+    A torch that `keeps_buffers` has those of all messages that a device receives all the time. Where their size is
+    given, budgets are so much smaller.
+    """
+    problem, notes = as_torch_holds(schedule.problem), []
+    devices = [stage.device for stage in problem.stages]
+    ends = [device for pair in pairwise(devices) if pair[0] != pair[1] for device in pair] if keeps_buffers else []
+    received = [problem.microbatches * ends.count(d) for d in range(len(problem.devices))]
+    if message_bytes is not None:
+        budgets = [
+            max(0, each.activation_budget_bytes - n * message_bytes)
+            for each, n in zip(problem.devices, received, strict=True)
+        ]
+        left = [{"activation_budget_bytes": budget} for budget in budgets]
+        changed = [each.model_copy(update=update) for each, update in zip(problem.devices, left, strict=True)]
+        problem = problem.replace(devices=changed)
+    elif most := max(received):
+        notes.append(
+            f"up to torch 2.13 device {received.index(most)} has buffers for all {most} messages that it receives, "
+            "which are not counted: message_bytes (--message-bytes) counts them"
+        )
+    if any(of_kinds(program.table, Kind.B).any() for program in schedule.programs):
+        notes.append(
+            "backwards are split, which gives wrong gradients in DDP and where FSDP has parts of a stage: "
+            "whole_backwards (--whole-backwards) is for these"
+        )
+    return schedule.on(problem), tuple(notes)
+
+
+def whole_backwards(schedule: Schedule) -> Schedule:
+    """The schedule with each B and its W as one BW in the place of the B. It runs if the schedule does, and holds no
+    more."""
+
+    def whole(table: Table) -> Table:
+        table, weights = table.copy(), of_kinds(table, Kind.W)
+        table[of_kinds(table, Kind.B), KIND] = Kind.BW
+        table[:-1][weights[1:], JOINED] = 0  # what made a pair with a W is alone
+        return table[~weights]
+
+    return schedule.with_tables(whole)
