@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, PositiveInt
@@ -43,6 +43,7 @@ def profile(
     activation_budget_bytes: Annotated[NonNegativeInt | None, Parameter(help="Default on a GPU: what is left.")] = None,
     offload_parts: Annotated[PositiveInt, Parameter(help="In how many parts an activation may be offloaded.")] = 1,
     repeats: Annotated[PositiveInt, Parameter(help="How often each op is measured at least.")] = 7,
+    stack: Annotated[Literal["torch"] | None, Parameter(help="torch: the sizes in PyTorch's own pipelining.")] = None,
     output: Output = None,
     json: Json = False,
 ) -> None:
@@ -55,6 +56,7 @@ def profile(
             activation_budget_bytes=activation_budget_bytes,
             offload_parts=offload_parts,
             repeats=repeats,
+            stack=stack,
         )
         if measured is not None:
             _print(measured, output, json)

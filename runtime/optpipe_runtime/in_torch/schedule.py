@@ -18,23 +18,28 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError, ScheduleError
 from optpipe.formats import torch_csv
+from optpipe.formats.torch_memory import as_torch_holds
 from optpipe.model.ops import OP, Kind, Op
+from optpipe.model.program import of_kinds
 from optpipe.schedule import Schedule, check
 from optpipe_runtime.lowering.plan import StageMicrobatch
-from optpipe_runtime.memory.activation import Activation, storage_key
+from optpipe_runtime.memory.activation import Activation, bytes_by_storage, storage_key
 from optpipe_runtime.memory.host_memory import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.torch_private.pipelining import (
     WAITS_FOR_SENDS,
     Action,
     ScheduleRuntime,
+    gradients_in,
+    left_for_weight,
     replaced,
     stages_of_schedule,
 )
-from optpipe_runtime.torch_private.tensors import tree_leaves
+from optpipe_runtime.torch_private.tensors import is_compiled, tree_leaves
 
 MOVE = re.compile(r"\d+[ODR]")
 
@@ -61,8 +66,9 @@ def torch_schedule(
 ) -> TorchSchedule:
     """A schedule of torch.distributed.pipelining that runs this one, with its offloads, drops and reloads.
 
-    Raises `InputError` if the stages are not those of this rank, are sharded by FSDP, or the schedule has other ops,
-    and `ScheduleError` if it cannot run or does not fit the memory.
+    Raises `InputError` if the stages are not those of this rank, have parts in FSDP, or, where the schedule splits
+    backwards, are in DDP or compiled, or the schedule has other ops; and `ScheduleError` if it cannot run or does not
+    fit the memory, with what torch holds (`as_torch_holds`).
 
     Parameters
     ----------
@@ -86,12 +92,14 @@ class TorchSchedule(ScheduleRuntime):
     Attributes
     ----------
     peak_bytes
-        The most bytes of activations that this rank held in the last step, counted by live storages after every op
-        that takes memory. Inputs of stages are not counted: torch keeps a buffer for each micro-batch.
+        The most bytes of activations, and of gradients from I until W, that this rank held in the last step, counted
+        by live storages after every op that takes memory. Inputs of stages are not counted: torch keeps a buffer for
+        each micro-batch.
     certified_bytes
         What the schedule allows.
-    activation_bytes
-        By stage, what the last forward saved: `activation_bytes` of a problem for these stages.
+    activation_bytes, saved_for_weight_bytes
+        By stage, what the last forward saved, and what was held after the last I: fields of a problem for these stages
+        whose `stack` is "torch". Without an I the latter has no entry.
     host_peak_bytes
         The most host memory that was in use in the last step, in whole pages.
     """
@@ -105,10 +113,12 @@ class TorchSchedule(ScheduleRuntime):
         **options: Any,
     ) -> None:
         rows = torch_csv.rows(schedule, messages=True, waits=WAITS_FOR_SENDS, offloads=True)
-        problem = schedule.problem
+        problem = as_torch_holds(schedule.problem)
         if complaints := check(problem, schedule):
-            raise ScheduleError(complaints[0])
+            raise ScheduleError(f"in PyTorch's pipelining: {complaints[0]}")
         _require_placed(schedule, stages)
+        if any(of_kinds(program.table, Kind.B).any() for program in schedule.programs):
+            _require_splittable(stages)
         super().__init__(  # type: ignore[no-untyped-call]
             [*stages], n_microbatches=problem.microbatches, loss_fn=loss_fn, **options
         )
@@ -125,9 +135,10 @@ class TorchSchedule(ScheduleRuntime):
         self._kept: dict[StageMicrobatch, Activation] = {}
         self._shared: dict[int, frozenset[int]] = {stage.stage_index: frozenset() for stage in stages}
         self._targets: frozenset[int] = frozenset()  # of this step; one storage for all micro-batches
-        self.certified_bytes = schedule.compiled.certificate.device[self.rank].bytes
+        self.certified_bytes = schedule.on(problem).compiled.certificate.device[self.rank].bytes
         self.peak_bytes = self.host_peak_bytes = 0
         self.activation_bytes: dict[int, int] = {}
+        self.saved_for_weight_bytes: dict[int, int] = {}
 
     def close(self) -> None:
         """Ends the thread that copies, on a CPU."""
@@ -194,7 +205,18 @@ class TorchSchedule(ScheduleRuntime):
         activation = self._kept[stage.stage_index, microbatch]
         activation.restore()
         activation.release()
-        return backward(microbatch, **more)
+        result = backward(microbatch, **more)
+        if not more.get("full_backward", True):
+            held = activation.held() | self._gradients(stage, microbatch)
+            self.saved_for_weight_bytes[stage.stage_index] = sum(held.values())
+            self._count()
+        return result
+
+    def _gradients(self, stage: PipelineStage, microbatch: int) -> dict[int, int]:
+        """Bytes by storage of what I has left for W; without buffers of messages, which torch has anyway."""
+        received = [info.buffer for info in stage.grad_recv_info[microbatch] if info.buffer is not None]
+        kept = bytes_by_storage(gradients_in(left_for_weight(stage)[microbatch]))
+        return {key: nbytes for key, nbytes in kept.items() if key not in bytes_by_storage(received)}
 
     def _offload(self, action: Move, _: object) -> None:
         if activation := self._of(action):
@@ -215,7 +237,13 @@ class TorchSchedule(ScheduleRuntime):
         return self._kept.get((action.stage_index, action.microbatch_index))
 
     def _count(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, sum(activation.nbytes for activation in self._kept.values()))
+        held: dict[int, int] = {}
+        for activation in self._kept.values():
+            held |= activation.held()
+        for stage in stages_of_schedule(self):
+            for microbatch in left_for_weight(stage):
+                held |= self._gradients(stage, microbatch)
+        self.peak_bytes = max(self.peak_bytes, sum(held.values()))
 
 
 def _require_placed(schedule: Schedule, stages: Sequence[PipelineStage]) -> None:
@@ -232,8 +260,21 @@ def _require_placed(schedule: Schedule, stages: Sequence[PipelineStage]) -> None
             f"stages: rank {rank} has {own} of {stages[0].num_stages}; the schedule places {placed} of "
             f"{len(problem.stages)} there"
         )
-    if sharded := [stage.stage_index for stage in stages if isinstance(stage.submod, FSDPModule)]:
-        raise InputError(
-            f"stage {sharded[0]} is sharded by FSDP: gathered parameters would be taken for activations; export the "
-            "schedule without offload"
-        )
+    for stage in stages:
+        if any(isinstance(part, FSDPModule) for part in stage.submod.modules()):
+            raise InputError(
+                f"stage {stage.stage_index} is sharded by FSDP: gathered parameters would be taken for activations; "
+                "export the schedule without offload"
+            )
+
+
+def _require_splittable(stages: Sequence[PipelineStage]) -> None:
+    """Raises `InputError` where torch's I and W leave gradients out, or cannot run."""
+    for stage in stages:
+        for part in stage.submod.modules():
+            if isinstance(part, DistributedDataParallel) or is_compiled(part):
+                what = "is compiled" if is_compiled(part) else "is in DistributedDataParallel"
+                raise InputError(
+                    f"stage {stage.stage_index} {what}, with which torch's split backwards do not work: give "
+                    "torch_schedule optpipe.whole_backwards(schedule)"
+                )

@@ -42,12 +42,20 @@ from optpipe_runtime.torch_private.tensors import local
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "offload_bytes", "evict_bytes")
 
 
-def profile(rank: Rank, learner: Learner, batch: Batch, given_budget: int | None, parts: int, repeats: int) -> Measured:
+def profile(
+    rank: Rank,
+    learner: Learner,
+    batch: Batch,
+    given_budget: int | None,
+    parts: int,
+    repeats: int,
+    stack: str | None = None,
+) -> Measured:
     """Collective: see `Pipeline.profile`. Without a `given_budget` it is `budget`. Of a whole batch the first
     micro-batch is used; of micro-batches that are cut already one of each form, one after the other."""
     if not learner.varies:
         with rank.team.local():
-            return _profile_form(rank, batch, given_budget, parts, repeats)
+            return _profile_form(rank, batch, given_budget, parts, repeats, stack)
     forms, m = rank.forms, rank.layout.microbatches
     if len(rank.layout.routes) > 1:
         raise InputError("profile was given Microbatches: with several routes give whole batches of equal ones")
@@ -57,11 +65,13 @@ def profile(rank: Rank, learner: Learner, batch: Batch, given_budget: int | None
             one = batch.only([forms.index(form)], m)
             learner.learn(one)
             with rank.team.local():
-                profiles.append(_profile_form(rank, one, given_budget, parts, repeats))
+                profiles.append(_profile_form(rank, one, given_budget, parts, repeats, stack))
     return by_microbatch(profiles, forms)
 
 
-def _profile_form(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repeats: int) -> Measured:
+def _profile_form(
+    rank: Rank, batch: Batch, given_budget: int | None, parts: int, repeats: int, stack: str | None
+) -> Measured:
     clock = Clock(rank.device)
     data = rank.cut(batch, rank.layout.microbatches)
     # Clones, because a stage or the loss may change them in place in every round.
@@ -87,6 +97,9 @@ def _profile_form(rank: Rank, batch: Batch, given_budget: int | None, parts: int
             try_transfers(rank, in_turn, level, clock, repeats)
         links, handover = message_times(rank, trials, clock, repeats)
         of_features = [feature.profile(trials, clock, repeats) for feature in rank.features]
+        if stack == "torch":
+            for trial in in_turn:
+                trial.compute_in_torch()
     clock.settle()
     times = _times(rank, trials)
     for s, spreads in (item for by_stage in of_features for item in by_stage.items()):
@@ -102,7 +115,7 @@ def _profile_form(rank: Rank, batch: Batch, given_budget: int | None, parts: int
     }
     by_peer = rank.cpu_group.gather_by_peer(Figures(device, pci.place(rank.device), costs, times, links))
     host_links = pci.shared_links([[figures.place for figures in by_rank] for by_rank in by_peer])
-    return _measured(rank, [slowest(peers) for peers in zip(*by_peer, strict=True)], host_links)
+    return _measured(rank, [slowest(peers) for peers in zip(*by_peer, strict=True)], host_links, stack)
 
 
 def _moved(rank: Rank) -> Sequence[Level]:
@@ -111,7 +124,9 @@ def _moved(rank: Rank) -> Sequence[Level]:
     return () if levels == (FULL,) else levels
 
 
-def _measured(rank: Rank, by_rank: Sequence[Figures], host_links: tuple[str | None, ...]) -> Measured:
+def _measured(
+    rank: Rank, by_rank: Sequence[Figures], host_links: tuple[str | None, ...], stack: str | None
+) -> Measured:
     layout = rank.layout
     messages = {pair: spread for figures in by_rank for pair, spread in figures.links.items()}
     costs = [by_rank[owner].costs[s] for s, owner in enumerate(layout.placement)]
@@ -123,6 +138,7 @@ def _measured(rank: Rank, by_rank: Sequence[Figures], host_links: tuple[str | No
             "transfer_mode": "full_duplex" if layout.full_duplex else "half_duplex",
             "devices": [figures.device for figures in by_rank],
             "stages": [{"device": owner, **nested(costs[s])} for s, owner in enumerate(layout.placement)],
+            "stack": stack,
         },
         "the measured problem",
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Container, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -44,6 +44,11 @@ class StorageRef:
     @property
     def alive(self) -> bool:
         return not self._ref.expired()  # type: ignore[no-untyped-call]
+
+
+def bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """What this rank has of tensors, by key of the storage."""
+    return {storage_key(tensor): local(tensor).untyped_storage().nbytes() for tensor in tensors}
 
 
 class OffloadedError(RuntimeError):

@@ -397,6 +397,7 @@ class Pipeline:
         offload_parts: int = 1,
         repeats: int = 7,
         kwargs: Mapping[Any, Any] | None = None,
+        stack: str | None = None,
     ) -> Problem:
         """Measures every stage and link. Collective.
 
@@ -414,9 +415,11 @@ class Pipeline:
             In how many parts an activation is offloaded.
         repeats
             How often each op is measured at least.
+        stack
+            "torch": sizes are what PyTorch's own pipelining holds of these stages (`as_torch_holds`).
         """
         batch = self.runner.batch(inputs, targets, kwargs)
-        self.measured = self.runner.profile(batch, activation_budget_bytes, offload_parts, repeats)
+        self.measured = self.runner.profile(batch, activation_budget_bytes, offload_parts, repeats, stack)
         return self.measured.problem
 
     def close(self) -> None:

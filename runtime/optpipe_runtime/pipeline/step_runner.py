@@ -140,21 +140,27 @@ class StepRunner:
         self.executor.bytes.forget(learned=False)
         return replace(report, version=self.schedules.version)
 
-    def profile(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
+    def profile(
+        self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int, stack: str | None = None
+    ) -> Measured:
         """As `Pipeline.profile`."""
         with self.rank.replicas.gathering():
-            measured = self.profile_in_step(batch, activation_budget_bytes, parts, repeats)
+            measured = self.profile_in_step(batch, activation_budget_bytes, parts, repeats, stack)
         self.schedules.problem = measured.problem
         return measured
 
-    def profile_in_step(self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int) -> Measured:
+    def profile_in_step(
+        self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int, stack: str | None = None
+    ) -> Measured:
         """The same before a planned step, for this replica alone. The step's schedules need not fit it."""
         rank = self.rank
-        rank.cpu_group.require_equal(offload_parts=parts, repeats=repeats)
+        rank.cpu_group.require_equal(offload_parts=parts, repeats=repeats, stack=stack)
 
         def require_arguments() -> None:
             if repeats < 1 or parts < 1:
                 raise InputError(f"repeats = {repeats}, offload_parts = {parts}: both must be at least 1")
+            if stack not in (None, "torch"):
+                raise InputError(f"stack = {stack!r}: must be 'torch' or left out")
             require_bytes("activation_budget_bytes", activation_budget_bytes)
             if activation_budget_bytes is None:
                 require_budget(rank)
@@ -163,7 +169,7 @@ class StepRunner:
         if not rank.cpu_group.minimum(self.learner.is_current(batch))[0]:
             self.learn(batch)
         rank.cpu_group.on_each_rank(require_arguments)
-        measured = profile(rank, self.learner, batch, activation_budget_bytes, parts, repeats)
+        measured = profile(rank, self.learner, batch, activation_budget_bytes, parts, repeats, stack)
         rank.replicas.forget()
         return measured
 

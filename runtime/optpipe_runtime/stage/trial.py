@@ -12,11 +12,14 @@ from torch import Tensor
 
 from optpipe.measured.estimate import MeasuredTimes
 from optpipe.model.ops import Kind
+from optpipe_runtime.memory.activation import Activation, bytes_by_storage
 from optpipe_runtime.memory.engines import Clock, Handle
 from optpipe_runtime.memory.host_memory import HostPool
+from optpipe_runtime.stage.forwards import Arguments
 from optpipe_runtime.stage.io import Kwargs, Spec, Tensors, tensors_in
 from optpipe_runtime.stage.levels import FULL, Level
 from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.torch_private.pipelining import backward_input, gradients_in
 
 
 class Spread(MeasuredTimes):
@@ -119,6 +122,26 @@ class Trial:
             stage.weight(0)
         held = {"activation_bytes": saved, "saved_for_weight_bytes": kept} | checkpoints
         self.sizes |= {name: max(nbytes, self.sizes.get(name, 0)) for name, nbytes in held.items()}
+
+    def compute_in_torch(self) -> None:
+        """Runs F and torch's I without the hooks of a split backward. Notes the bytes held after each."""
+        stage, io = self.stage, self.stage.io[self.form]
+        stage.start_step(self._batch, 1)
+        activation = Activation(stage.device, stage.forwards.excluded)
+        wanted = [not io.begins and spec.requires_grad for spec in io.inputs]
+        inputs = self._fresh_inputs()
+        if not io.begins:
+            inputs = tuple(x.requires_grad_(is_wanted) for x, is_wanted in zip(inputs, wanted, strict=True))
+        with torch.enable_grad(), activation.capture():
+            outputs = stage.forwards.outputs(io, Arguments(inputs, self._targets, self._kwargs))
+        saved = max(self.sizes["activation_bytes"], activation.nbytes)
+        held = activation.held()
+        if any(wanted):
+            activation.release()
+            needed = [output for output in outputs if output.requires_grad]
+            groups = backward_input(needed, self._fresh_gradients(), inputs, stage.parameters())
+            held = activation.held() | bytes_by_storage(gradients_in(groups))
+        self.sizes |= {"activation_bytes": saved, "saved_for_weight_bytes": sum(held.values())}
 
     def field_of(self, level: Level | None, name: str) -> str:
         """The name of a figure of a level: with the level's before it, unless there is only the full one."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
@@ -14,6 +16,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from optpipe_runtime.torch_private.tensors import tree_leaves
 
 Action = _Action  # one entry of a row
 StageBase = _PipelineStageBase  # of all kinds of stages
@@ -31,6 +35,27 @@ def stages_of_schedule(schedule: PipelineSchedule) -> list[Any]:
 def is_training(schedule: PipelineSchedule) -> bool:
     """Whether its step has backwards: `eval` is a step without."""
     return bool(schedule._has_backward)
+
+
+Groups = Sequence[Mapping[str, Any]]  # of parameters, with what torch's I leaves for its W
+
+
+def gradients_in(groups: Groups) -> list[Tensor]:
+    """The gradients at the outputs of ops with parameters."""
+    return [leaf for group in groups for leaf in tree_leaves(group.get("grads")) if isinstance(leaf, Tensor)]
+
+
+def left_for_weight(stage: Any) -> dict[int, Groups]:
+    """By micro-batch, what I of a stage has left for W: nothing on the first stage."""
+    return {j: groups or () for j, (_, groups, *_) in stage.backward_state.items()}
+
+
+def backward_input(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Any], parameters: Sequence[Tensor]
+) -> Groups:
+    """torch's I of a stage without a schedule; without `gradients` of a loss. What it returns owns the graph."""
+    groups: Groups = stage_backward_input([*outputs], [*gradients] or None, [*inputs], iter(parameters))[1]
+    return groups
 
 
 @contextmanager
@@ -77,8 +102,11 @@ class ScheduleRuntime(_PipelineScheduleRuntime):
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **more: Any
     ) -> None:
         self.before_step({"arguments": arg_mbs, "keyword arguments": kwarg_mbs, "targets": target_mbs})
-        if not self._has_backward:  # an evaluation
-            super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
+        if not self._has_backward:
+            with ExitStack() as methods:  # an evaluation would reduce and divide gradients of the step before
+                for stage in stages_of_schedule(self):
+                    methods.enter_context(replaced(stage, {"perform_reduce_grad": lambda factor: None}))
+                super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
             return
         with self.around_step(target_mbs):
             super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
