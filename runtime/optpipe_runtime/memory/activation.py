@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import InputError
 from optpipe_runtime.memory.engines import Destination, Handle
+from optpipe_runtime.torch_private.checkpoints import selective_checkpoints
 from optpipe_runtime.torch_private.tensors import local, spec, storage_id, version
 
 
@@ -176,9 +177,12 @@ class Activation:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """In this context everything that autograd saves goes into this store."""
-        with saved_tensors_hooks(self._pack, lambda saved: saved.tensor()):
+        """In this context everything that autograd saves goes into this store, and what torch's selective checkpoints
+        keep beside it, which stays on the device."""
+        with saved_tensors_hooks(self._pack, lambda saved: saved.tensor()), selective_checkpoints() as kept:
             yield
+        for tensor in kept():
+            self.keep(tensor)
         for saved, tensor, before in self._fresh:
             saved.changed = version(tensor) != before
         self._fresh.clear()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from optpipe.errors import InputError
 from optpipe.model.records import MOST_LEVELS
@@ -27,7 +28,8 @@ from optpipe_runtime.stage.state import Restore, save_random
 from optpipe_runtime.torch_private.tensors import makes_new, tree_map_only, version, written
 
 aten = torch.ops.aten
-Policy = Callable[[Any], bool]  # whether the result of an op, such as torch.ops.aten.mm.default, is kept
+# Whether the result of an op, such as torch.ops.aten.mm.default, is kept.
+Policy = Callable[[Any], bool | CheckpointPolicy]
 
 _PRODUCTS = {aten.mm, aten.addmm, aten._addmm_activation, aten._scaled_mm, aten._grouped_mm, aten.convolution}
 _BATCHED = {aten.bmm, aten.baddbmm}  # those of an attention that is written out
@@ -55,9 +57,20 @@ class Level(NamedTuple):
         @cache
         def keeps(op: Any) -> bool:
             is_new = isinstance(op, torch._ops.OpOverload) and makes_new(op)
-            return is_new and op.overloadpacket is not aten._to_copy and bool(policy(op))
+            return is_new and op.overloadpacket is not aten._to_copy and _is_kept(name, op, policy(op))
 
         return cls(name, keeps)
+
+
+def _is_kept(name: str, op: Any, answer: bool | CheckpointPolicy) -> bool:
+    """What a policy says of an op. Of torch's own enumeration each member is true."""
+    if not isinstance(answer, CheckpointPolicy):
+        return bool(answer)
+    if "OFFLOAD" in answer.name:
+        raise InputError(
+            f"recompute has {name!r}: {answer} for {op}: a schedule offloads, a policy keeps or recomputes"
+        )
+    return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 FULL = Level("full")
