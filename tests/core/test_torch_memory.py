@@ -1,0 +1,118 @@
+"""What schedules hold in PyTorch's own pipelining, and schedules with whole backwards for its replicas."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import problems
+from support.examples import examples
+from support.problems import parsed, strategies
+from support.problems.units import ACTIVATION, units
+
+from optpipe import Schedule, as_torch_holds, certify, check, leave_out_offload, whole_backwards
+from optpipe.formats import export
+from optpipe.model.ops import Kind
+from optpipe_solver.systems import generate
+
+MIB = 2**20
+
+
+def peaks_in_torch(schedule: Schedule) -> list[int]:
+    """Counted by hand, with gradients as large as activations, or as what OptPipe's runtime keeps where that is more:
+    I frees nothing and adds them, on the first stage it does nothing; W and a whole backward free all."""
+    peaks = []
+    for program in schedule.programs:
+        peak = 0
+        held: dict[tuple[int, int], int] = {}
+        for op in program.ops():
+            stage, activation = schedule.problem.stages[op.stage], (op.stage, op.microbatch)
+            size = int(stage.activation_bytes)  # type: ignore[arg-type]
+            if op.kind is Kind.F:
+                held[activation] = size
+            elif op.kind is Kind.B and op.stage > 0:
+                held[activation] += max(size, int(stage.saved_for_weight_bytes))  # type: ignore[arg-type]
+            peak = max(peak, sum(held.values()))
+            if op.kind in (Kind.W, Kind.BW):
+                del held[activation]
+        peaks.append(peak)
+    return peaks
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(st.data())
+def test_certificates_are_what_torch_holds(data: st.DataObject) -> None:
+    problem = data.draw(strategies.looped())
+    schedule = leave_out_offload(data.draw(strategies.schedules(problem)))
+    torch = as_torch_holds(problem)
+    assert (torch.stack, as_torch_holds(torch)) == ("torch", torch)
+    assert [peak.bytes for peak in certify(torch, schedule).device] == peaks_in_torch(schedule)
+    assert schedule.on(torch).makespan_ms == schedule.makespan_ms
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(st.data())
+def test_whole_backwards_run_and_hold_no_more(data: st.DataObject) -> None:
+    problem = data.draw(strategies.looped()).replace(overlap_factor=data.draw(st.sampled_from([None, 0.75])))
+    schedule = data.draw(strategies.schedules(problem))
+    whole = whole_backwards(schedule)
+    assert check(problem, whole) == []
+    for before, after in zip(schedule.programs, whole.programs, strict=True):
+        kinds = {op.kind for op in after.ops()}
+        assert not kinds & {Kind.B, Kind.W}
+        renamed = [op._replace(kind=Kind.BW) if op.kind is Kind.B else op for op in before.ops()]
+        assert [op for op in renamed if op.kind is not Kind.W] == after.ops()
+    peaks = [[peak.bytes for peak in certify(problem, each).device] for each in (schedule, whole)]
+    assert all(after <= before for before, after in zip(*peaks, strict=True))
+
+
+def test_a_first_stage_that_splits_keeps_all() -> None:
+    one = problems.pipeline(1, 2, 1, problems.stage((1, 1, 1), (1, 0)))
+    split = parsed(one, "0F0 0B0 0F1 0B1 0W0 0W1")
+    assert check(one, split) == []
+    for to in ("torch-csv", "torch-comms", "torch-comms-waits"):
+        assert export(split, to).misfits == ("device 0 needs 2 B during 0F1 and has 1 B",)
+        assert export(split, to, whole=True).misfits == export(split, "json").misfits == ()
+
+
+@pytest.mark.parametrize(("factor", "held"), [(None, 200), (1.6, 160), (1.0, 100)])
+def test_what_is_held_until_w_by_factor_of_the_model(factor: float | None, held: int) -> None:
+    layers = [problems.stage((1, 1, 1), (50, 10)), problems.stage((1, 1, 1), (100, [10, 150]))]
+    problem = problems.pipeline(2, 2, 1000, problems.stage((1, 1, 1), (100, 4)), layers=layers)
+    torch = as_torch_holds(problem, factor)
+    assert [stage.saved_for_weight_bytes for stage in torch.stages] == [100, held]
+    assert torch.layers is not None
+    of_layer = (held, held if factor else 250)  # what is computed again is not among what F saves
+    assert [layer.saved_for_weight_bytes for layer in torch.layers] == [50, of_layer]
+    measured = problem.replace(stack="torch", layers=None)
+    assert [stage.saved_for_weight_bytes for stage in as_torch_holds(measured).stages] == [100, 4]
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_zero_bubble_holds_p_activations_on_every_rank(p: int) -> None:
+    """Even without the gradients: of W's that wait nothing is freed."""
+    problem = units(p, 3 * p)
+    schedule = generate("zb-h1", problem)
+    certified = certify(as_torch_holds(problem, 1.0), schedule).device
+    assert [peak.bytes for peak in certified] == [p * ACTIVATION] * p
+
+
+def test_buffers_of_messages_count_up_to_torch_2_13() -> None:
+    """8 micro-batches of 1 MiB: 16 MiB on a middle rank, 8 on the outer ones. Beside them two activations."""
+    problem = problems.pipeline(3, 8, 18 * MIB, problems.stage((1, 1, 1), (MIB, MIB)))
+    schedule = generate("1f1b", problem)
+    tight = schedule.on(problems.with_budgets(problem, 18 * MIB - 1))
+    for to, misfits in (("torch-csv", 1), ("torch-comms", 1), ("torch-comms-waits", 0)):
+        assert export(schedule, to, message_bytes=MIB).misfits == ()
+        assert [each.split(" needs")[0] for each in export(tight, to, message_bytes=MIB).misfits] == [
+            "device 1"
+        ] * misfits, to
+        assert ["device 1 has buffers for all 16 messages" in note for note in export(tight, to).notes] == [
+            True
+        ] * misfits, to
+
+
+def test_an_export_of_split_backwards_says_where_they_are_wrong() -> None:
+    schedule = generate("zb-h1", units(2, 4))
+    (note,) = export(schedule, "torch-csv", message_bytes=1).notes
+    assert note.startswith("backwards are split, which gives wrong gradients in DDP and where FSDP has parts of a")
+    whole = export(schedule, "torch-csv", whole=True, message_bytes=1)
+    assert (whole.notes, set(whole.text) & set("IW")) == ((), set())
