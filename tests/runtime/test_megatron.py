@@ -188,6 +188,12 @@ def test_what_one_rank_refuses_in_a_later_step_ends_it_on_all(ranks: Ranks) -> N
     assert "rank 0 lost its connection" in told
 
 
+def test_groups_end_with_their_test(ranks: Ranks) -> None:
+    """A gloo group has threads, which keep a machine busy by the thousand."""
+    (schedule,) = systems_of("zb-h1")
+    assert ranks(megatron.groups_left, schedule=schedule) == [0, 0]
+
+
 @WARNS
 @pytest.mark.parametrize(("p", "chunks", "m", "group"), [(4, 1, 8, 1), (4, 1, 2, 1), (2, 2, 8, 2), (3, 3, 10, 4)])
 def test_its_own_order_is_what_the_export_compares_with(p: int, chunks: int, m: int, group: int) -> None:

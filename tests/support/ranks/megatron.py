@@ -10,7 +10,9 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
@@ -221,14 +223,25 @@ def _parallel(placement: Sequence[int], tensor: int = 1, chunks: int | None = No
     ranks there are more are replicas."""
     from megatron.core import parallel_state
 
-    chunks = chunks or _each(placement)
+    chunks, before = chunks or _each(placement), set(_world.pg_map)
     parallel_state.initialize_model_parallel(
         tensor, len(set(placement)), chunks if chunks > 1 else None, create_gloo_process_groups=False
     )
     try:
         yield parallel_state.get_pipeline_model_parallel_rank()
     finally:
-        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()  # which leaves all groups, each with threads of its own
+    dist.barrier()  # others may still use them
+    for group in set(_world.pg_map) - before:
+        dist.destroy_process_group(group)
+
+
+def groups_left(schedule: Schedule) -> int:
+    """How many more process groups there are after steps by both functions than before."""
+    before = len(_world.pg_map)
+    theirs([stage.device for stage in schedule.problem.stages])
+    ours([schedule])
+    return len(_world.pg_map) - before
 
 
 def _chunks(placement: Sequence[int], whole: bool = False, experts: bool = False) -> dict[int, Any]:
