@@ -3,6 +3,7 @@ of all kinds train as in a plain run is in `test_odd_stages` and `test_split`.""
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from support.ranks.odd_modules import BATCH, WIDTH, Block, Of, batches, linear, 
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
@@ -168,6 +170,44 @@ def test_levels_by_name_and_by_policy() -> None:
     assert own.keeps is not None
     assert own.keeps(aten.mm.default)
     assert not own.keeps(aten.mm.out)
+
+
+def test_a_policy_may_answer_as_those_of_torchs_checkpoints_do() -> None:
+    """Of its enumeration every member is true."""
+
+    def keeps(answer: CheckpointPolicy) -> bool:
+        level = Level.by_policy("mine", lambda op: answer)
+        assert level.keeps is not None
+        return level.keeps(aten.mm.default)
+
+    saves = {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE}
+    kept = {answer for answer in CheckpointPolicy if "OFFLOAD" not in answer.name and keeps(answer)}
+    assert kept == saves
+    for answer in set(CheckpointPolicy) - {answer for answer in CheckpointPolicy if "OFFLOAD" not in answer.name}:
+        with pytest.raises(InputError, match=r"^recompute has 'mine': CheckpointPolicy.* for aten.mm.default: a sched"):
+            keeps(answer)
+
+
+@pytest.mark.parametrize(
+    ("ops", "columns"), [((), 0), ((aten.addmm,), 5), ((aten.addmm, aten.gelu), 9)], ids=["none", "products", "all"]
+)
+def test_what_selective_checkpoints_keep_is_counted(ops: Sequence[Any], columns: int, link: Link) -> None:
+    """By shapes: no hook for saved tensors sees it. Gradients are those of a plain run, and nothing is left."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op.overloadpacket in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(body: nn.Module, x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        result: Tensor = checkpoint(body, x, use_reentrant=False, context_fn=contexts)
+        return result
+
+    body = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    module = Of(forward, body)
+    plain, stage, inputs = copy.deepcopy(module), runner(module, link), batches(2)
+    assert held(stage, inputs[0], None) == inputs[0].nbytes + columns * WIDTH * ROW
+    require_as_plain(module, plain, inputs, run(stage, "F0 F1 B0 W0 B1 W1", inputs))
+    assert stage.held_bytes(0) == stage.held_bytes(1) == 0
 
 
 def test_attention_that_is_written_out_is_kept_at_cheap_only(link: Link) -> None:

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from optpipe_runtime.torch_private import fsdp, groups, pipelining, tensors
+from optpipe_runtime.torch_private import checkpoints, fsdp, groups, pipelining, tensors
 
 aten = torch.ops.aten
 TIMEOUT = timedelta(seconds=77)
@@ -99,6 +101,13 @@ def breaking() -> bool:
     return False
 
 
+def keeping_products() -> bool:
+    contexts = partial(create_selective_checkpoint_contexts, [aten.mm.default])
+    with checkpoints.selective_checkpoints() as kept:
+        product = checkpoint(lambda x: x @ x + 1, LEAF, use_reentrant=False, context_fn=contexts)
+    return [tensor.shape for tensor in kept()] == [product.shape]
+
+
 def with_timeout() -> timedelta:
     options = dist.ProcessGroupGloo._Options()
     groups.set_timeout(options, TIMEOUT)
@@ -158,6 +167,7 @@ HOLDS: dict[ModuleType, dict[str, Callable[[], bool]]] = {
         ),
         "must_stay_whole": breaking,
     },
+    checkpoints: {"selective_checkpoints": keeping_products},
     groups: {
         "described_groups": lambda: groups.described_groups() == [("default_pg", [0])],
         "timeouts": lambda: set(groups.timeouts(dist.group.WORLD)) == {TIMEOUT},
