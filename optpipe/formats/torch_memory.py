@@ -29,9 +29,9 @@ def as_torch_holds(problem: Problem, factor: float | None = None) -> Problem:
     Parameters
     ----------
     factor
-        What a stage holds from B until W over its activation, if the model's is known. By default 2, and at least the
-        activation and what OptPipe's runtime holds: without recomputation no gradient is larger than what F saves for
-        the op behind it, and what is recomputed is among what OptPipe's runtime holds.
+        What a stage holds from B until W over its activation, if the model's is known. By default 2, the most that was
+        measured without recomputation, and at least the activation and what OptPipe's runtime holds, which has what is
+        computed again. `Pipeline.profile(stack="torch")` measures it.
     """
 
     def held(activation: int, saved: int) -> int:

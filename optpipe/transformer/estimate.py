@@ -191,6 +191,19 @@ class Estimate:
         return [sum(layers_ms[i] for i in held) for held in self._piece_numbers]
 
     @property
+    def torch_factor(self) -> float:
+        """For `as_torch_holds`: the most that a piece holds from B until W in PyTorch's pipelining over what F keeps.
+
+        Beside that it has the gradients of the outputs of all matmuls and norms: in 16 bits, with flash attention and a
+        width of 4h 22·b·s·h bytes beside 32·b·s·h.
+        """
+        kept = [(piece, piece.activation_bytes(self.run.recompute)) for piece in set(self.pieces[1:])]
+        return max(
+            1 + (piece.gradients + (1 + piece.is_layer) * self._share.message_bytes) / activation
+            for piece, activation in kept
+        )
+
+    @property
     def utilization(self) -> float:
         """The share of the GPUs' peak that is model FLOPs when the slowest device never waits."""
         return self.utilization_in(self.run.microbatches * max(self.busy_ms))
