@@ -17,7 +17,8 @@ def selective_checkpoints() -> Iterator[Callable[[], Iterator[Tensor]]]:
     """Yields what gives the tensors that selective checkpoints in this context keep. Their forwards have a mode that
     keeps results aside, where no hook for saved tensors sees them."""
     storages: list[Mapping[Any, Any]] = []
-    enter = _CachingTorchDispatchMode.__enter__
+    mode_class: Any = _CachingTorchDispatchMode
+    enter = mode_class.__enter__
 
     def noting(mode: Any) -> Any:
         storages.append(mode.storage)
@@ -29,8 +30,8 @@ def selective_checkpoints() -> Iterator[Callable[[], Iterator[Tensor]]]:
                 if isinstance(each, _VersionWrapper) and isinstance(each.val, Tensor):
                     yield each.val
 
-    _CachingTorchDispatchMode.__enter__ = noting
+    mode_class.__enter__ = noting
     try:
         yield kept
     finally:
-        _CachingTorchDispatchMode.__enter__ = enter
+        mode_class.__enter__ = enter

@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn import Parameter
 
 from optpipe_runtime.torch_private.tensors import tree_leaves
 
@@ -51,7 +52,7 @@ def left_for_weight(stage: Any) -> dict[int, Groups]:
 
 
 def backward_input(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Any], parameters: Sequence[Tensor]
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Any], parameters: Sequence[Parameter]
 ) -> Groups:
     """torch's I of a stage without a schedule; without `gradients` of a loss. What it returns owns the graph."""
     groups: Groups = stage_backward_input([*outputs], [*gradients] or None, [*inputs], iter(parameters))[1]
