@@ -199,7 +199,7 @@ def refusals_of_one(schedule: Schedule, rank: int) -> list[str]:
 def refused_later(schedule: Schedule, rank: int) -> str:
     """What a rank says in the second step, if this one is given too many iterators for it."""
     placement = [stage.device for stage in schedule.problem.stages]
-    with _parallel(placement) as own, on_cpu():
+    with _parallel(placement, rank_ends=True) as own, on_cpu():
         chunks = list(_chunks(placement).values())
         run = function(schedule)
         run(**_arguments(chunks))
@@ -218,9 +218,12 @@ def _each(placement: Sequence[int]) -> int:
 
 
 @contextmanager
-def _parallel(placement: Sequence[int], tensor: int = 1, chunks: int | None = None) -> Iterator[int]:
+def _parallel(
+    placement: Sequence[int], tensor: int = 1, chunks: int | None = None, rank_ends: bool = False
+) -> Iterator[int]:
     """Megatron's groups for a pipeline whose stages `tensor` ranks compute together; this rank's number in it. What
-    ranks there are more are replicas."""
+    ranks there are more are replicas. `rank_ends`: groups end with the process, as one has a message that never
+    comes."""
     from megatron.core import parallel_state
 
     chunks, before = chunks or _each(placement), set(_world.pg_map)
@@ -231,9 +234,10 @@ def _parallel(placement: Sequence[int], tensor: int = 1, chunks: int | None = No
         yield parallel_state.get_pipeline_model_parallel_rank()
     finally:
         parallel_state.destroy_model_parallel()  # which leaves all groups, each with threads of its own
-    dist.barrier()  # others may still use them
-    for group in set(_world.pg_map) - before:
-        dist.destroy_process_group(group)
+    if not rank_ends:
+        dist.barrier()  # others may still use them
+        for group in set(_world.pg_map) - before:
+            dist.destroy_process_group(group)
 
 
 def groups_left(schedule: Schedule) -> int:
