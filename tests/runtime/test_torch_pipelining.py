@@ -5,12 +5,14 @@ In float64: losses are the same to the bit, gradients are equal within 1e-9, bec
 micro-batches at the end of a step.
 """
 
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,8 +22,8 @@ from support.problems.published import Case, published
 from support.ranks import cases as rank_cases
 from support.ranks import programs as rank_programs
 from support.ranks import systems as rank_systems
-from support.ranks.cases import batch, loss_fn, own
-from support.ranks.replicas import gradients
+from support.ranks.cases import batch, loss_fn, own, plain_training
+from support.ranks.replicas import gradients, wrapped
 from support.ranks.systems import Outcome, model
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
@@ -34,13 +36,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from examples import paced
-from optpipe import Schedule, certify, check, export_schedule, import_schedule, leave_out_offload, problem_from
+from optpipe import (
+    Problem,
+    Schedule,
+    certify,
+    check,
+    export_schedule,
+    import_schedule,
+    leave_out_offload,
+    problem_from,
+    whole_backwards,
+)
 from optpipe.errors import InputError
 from optpipe.measured.readers import RunFacts
 from optpipe.measured.readers.torch_trace import TorchTrace
 from optpipe.model.ops import Kind
-from optpipe.model.records import Stage
-from optpipe_runtime import Layout, name_ranges, torch_schedule
+from optpipe_runtime import Layout, Pipeline, name_ranges, torch_schedule
+from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_runtime.memory.activation import StorageRef, storage_key
 from optpipe_runtime.memory.host_memory import PAGE
 from optpipe_solver import heuristics
@@ -74,21 +86,24 @@ def take_step(
     run(*([inputs] if 0 in owned else []), target=targets if count - 1 in owned else None, **how)
 
 
-def run_all(files: Sequence[Rows], pipelines: int = 0) -> list[tuple[Outcome, str]]:
-    """The outcome of each file, and the rows that torch has read, as it writes them; in so many equal `pipelines`, who
-    shard every stage among them (FSDP2) and get the same batch."""
-    shape = (dist.get_world_size() // pipelines, pipelines) if pipelines else ()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp")) if pipelines else None
-    return [step(file, mesh) for file in files]
+def run_all(files: Sequence[Rows], sharded: bool = False, blocks: bool = False) -> list[tuple[Outcome, str]]:
+    """The outcome of each file, and the rows that torch has read, as it writes them. `sharded`: in two equal pipelines,
+    which shard every stage among them (FSDP2), `blocks` on their own, too, and get the same batch."""
+    return [step(file, two_pipelines() if sharded else None, blocks) for file in files]
 
 
-def step(file: Rows, mesh: DeviceMesh | None = None) -> tuple[Outcome, str]:
+def two_pipelines() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
+
+
+def step(file: Rows, mesh: DeviceMesh | None = None, blocks: bool = False) -> tuple[Outcome, str]:
     group = None if mesh is None else mesh.get_group("pp")
     count = len(file.placement)
     modules = own(model(count), file.placement, group)
     if mesh is not None:
         for module in modules.values():
-            fully_shard(module, mesh=mesh["dp"])
+            for part in (*(module.children() if blocks else ()), module):
+                fully_shard(part, mesh=mesh["dp"])
     runtime = _PipelineScheduleRuntime(stages_of(modules, count, group), file.microbatches, loss_fn)
     runtime._load_csv(str(file.path), format=file.form)
     losses: list[Tensor] = []
@@ -138,6 +153,7 @@ class Offloaded(NamedTuple):
     peak_bytes: int
     certified_bytes: int
     activation_bytes: dict[int, int]
+    saved_for_weight_bytes: dict[int, int]
     host_peak_bytes: int
     alive_bytes: int  # the most that a count of its own finds
 
@@ -163,6 +179,7 @@ def _offloaded(schedule: Schedule) -> Offloaded:
         runtime.peak_bytes,
         runtime.certified_bytes,
         runtime.activation_bytes,
+        runtime.saved_for_weight_bytes,
         runtime.host_peak_bytes,
         alive.most,
     )
@@ -187,10 +204,54 @@ def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]
     return found[1:]
 
 
-def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0) -> str:
-    """What `torch_schedule` says to stages that are elsewhere than the schedule's, or in a step with so many rows."""
+def in_replicas(schedule: Schedule) -> dict[str, Any]:
+    """Gradients of one step by `torch_schedule`, with stages in DDP and other data in each of two pipelines."""
+    mesh, layout = two_pipelines(), Layout.from_problem(schedule.problem)
+    count, m, group = len(layout.placement), layout.microbatches, mesh.get_group("pp")
+    modules = own(model(count), layout.placement, group)
+    in_ddp = {s: wrapped(module, "ddp", mesh["dp"]) for s, module in modules.items()}
+    runtime = torch_schedule(schedule, stages_of(in_ddp, count, group), loss_fn)
+    take_step(runtime.step, modules, count, batch(mesh["dp"].get_local_rank(), m), losses=[])
+    runtime.close()
+    return gradients(modules)
+
+
+def evaluated_after_a_step(schedule: Schedule) -> bool:
+    """Whether gradients are after an evaluation what they were before."""
+    layout = Layout.from_problem(schedule.problem)
+    count, m = len(layout.placement), layout.microbatches
+    modules = own(model(count), layout.placement)
+    runtime = torch_schedule(schedule, stages_of(modules, count), loss_fn)
+    take_step(runtime.step, modules, count, batch(0, m), losses=[])
+    before = {name: gradient.copy() for name, gradient in gradients(modules).items()}
+    take_step(runtime.eval, modules, count, batch(1, m), losses=[])
+    runtime.close()
+    return all(np.array_equal(gradient, before[name]) for name, gradient in gradients(modules).items())
+
+
+def profiled_for_torch(placement: Sequence[int], microbatches: int) -> Problem:
+    """By `Pipeline.profile`, of the stages that `run_offloaded` trains."""
+    with Pipeline(own(model(len(placement)), placement), placement, loss_fn, microbatches) as pipe:
+        return pipe.profile(*batch(0, microbatches), activation_budget_bytes=10**9, repeats=1, stack="torch")
+
+
+def alone() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pp", "dp"))["dp"]
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "": lambda module: module,
+    "ddp": lambda module: nn.Sequential(wrapped(module, "ddp", alone())),
+    "fsdp": lambda module: nn.Sequential(fully_shard(module, mesh=alone())),
+    "compiled": lambda module: nn.Sequential(module.compile() or module),
+}
+
+
+def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0, wrapper: str = "") -> str:
+    """What `torch_schedule` says to stages that are elsewhere than the schedule's, wrapped, or in a step with so many
+    rows."""
     count = len(placement)
-    mine = own(model(count), placement)
+    mine = {s: WRAPPERS[wrapper](module) for s, module in own(model(count), placement).items()}
     try:
         runtime = torch_schedule(schedule, stages_of(mine, count), loss_fn)
         take_step(runtime.step, mine, count, [part[:rows] for part in batch(0, rows)])
@@ -327,12 +388,30 @@ def test_a_trace_without_ranges_says_how_to_open_them(ranks: Ranks, tmp_path: Pa
 
 
 @IN_A_V
-def test_stages_sharded_by_fsdp(four_ranks: Ranks, tmp_path: Path) -> None:
-    """Every stage is gathered before its first op and sharded again behind its last: torch raises where it is not."""
+@pytest.mark.parametrize("blocks", [False, True])
+def test_stages_sharded_by_fsdp(blocks: bool, four_ranks: Ranks, tmp_path: Path) -> None:
+    """Every stage is gathered before its first op and sharded again behind its last: torch raises where it is not. With
+    blocks on their own only whole backwards have right gradients."""
     (case,) = (case for case in published(2, (5, 4)) if case.name == "dualpipe-v")
+    case = case._replace(schedule=whole_backwards(case.schedule)) if blocks else case
     files = [written(case, COMMS, tmp_path)]
-    outcomes = [done for (done,) in four_ranks(run_all, files=files, pipelines=2)]
+    outcomes = [done for (done,) in four_ranks(run_all, files=files, sharded=True, blocks=blocks)]
     require_same(case.name, outcomes, rank_systems.plain(case.layout))
+
+
+@pytest.mark.parametrize("method", ["1f1b", "zb-h1"])
+def test_replicas_reduce_the_gradients_of_whole_backwards(method: str, four_ranks: Ranks) -> None:
+    schedule = whole_backwards(generate(method, rank_cases.problem((0, 1), 4)))
+    by_rank = four_ranks(in_replicas, schedule=schedule)
+    plain = [plain_training(rank_systems.model(2), [batch(replica, 4)], 4)[0].gradients for replica in (0, 1)]
+    mean = {name: (gradient + plain[1][name]) / 2 for name, gradient in plain[0].items()}
+    for replica in (0, 1):
+        require_close(joined(by_rank[replica::2]), mean, rtol=1e-9, atol=1e-12)
+
+
+def test_an_evaluation_leaves_the_gradients_of_the_step_before(ranks: Ranks) -> None:
+    schedule = heuristics.generate("naive", rank_cases.problem((0, 1), 4))
+    assert ranks(evaluated_after_a_step, schedule=schedule) == [True, True]
 
 
 def test_losses_are_found_whatever_the_order_of_forwards(ranks: Ranks, tmp_path: Path) -> None:
@@ -354,9 +433,9 @@ def test_offload_in_torchs_own_runtime(placement: tuple[int, ...], ranks: Ranks)
     A count of its own, of all storages that the step makes, falls as the certified peak does.
     """
     ample = rank_cases.problem(placement, 6, offload_parts=2)
-    keeping = heuristics.generate("naive", ample)
-    saved = {s: n for (done,) in ranks(run_offloaded, schedules=[keeping]) for s, n in done.activation_bytes.items()}
-    real = ample.replace(stages=[with_bytes(stage, saved[s]) for s, stage in enumerate(ample.stages)])
+    whole = [program.text() for program in one_at_a_time(ample).programs]
+    split = Schedule.parse(ample, [re.sub(r"(\d)BW(\d)", r"\1B\2 \1W\2", text).split() for text in whole])
+    real = measured(ample, [done for (done,) in ranks(run_offloaded, schedules=[split])])
     schedules = [heuristics.generate("adaoffload", real), heuristics.generate("adaoffload", real.with_memory_for(1.8))]
     by_rank = ranks(run_offloaded, schedules=schedules)
     plain = rank_systems.plain(Layout.from_problem(real))
@@ -378,12 +457,10 @@ def test_no_published_schedule_takes_more_than_its_certificate(pool: Ranks, micr
     cases = runnable(sayable(published(pool.world, microbatches), pool.world))
     assert {"1f1b", "interleaved", "zb-h1", "adaoffload", "po-h"} <= {case.name for case in cases}
     for case in cases:
-        outcomes = [done for (done,) in pool(run_offloaded, schedules=[case.schedule])]
-        problem = case.schedule.problem
+        problem = problems.with_budgets(case.schedule.problem, 10**9)  # some are tight, for OptPipe's runtime
+        outcomes = [done for (done,) in pool(run_offloaded, schedules=[case.schedule.on(problem)])]
         difference = require_same(case.name, [(done.outcome, "") for done in outcomes], rank_systems.plain(case.layout))
-        saved = {s: n for done in outcomes for s, n in done.activation_bytes.items()}
-        real = problem.replace(stages=[with_bytes(stage, saved[s]) for s, stage in enumerate(problem.stages)])
-        certified = [peak.bytes for peak in certify(real, case.schedule).device]
+        certified = [peak.bytes for peak in certify(measured(problem, outcomes), case.schedule).device]
         shares = [done.peak_bytes / most for done, most in zip(outcomes, certified, strict=True)]
         assert 0 < max(shares) <= 1, case.name
         tables.note(case.name, pool.world, "torch_schedule", difference, max(shares))
@@ -424,7 +501,43 @@ def test_micro_batches_of_different_shapes_are_refused(ranks: Ranks) -> None:
     ]
 
 
-def with_bytes(stage: Stage, saved: int) -> Stage:
-    """A stage that saves so much. Torch frees nothing for certain before W; small blocks are not offloaded."""
-    sizes = {"activation_bytes": saved, "saved_for_weight_bytes": saved, "offload_bytes": saved * 9 // 10}
-    return stage.model_copy(update=sizes)
+@pytest.mark.parametrize(
+    ("wrapper", "sentence"),
+    [
+        ("ddp", "is in DistributedDataParallel, with which torch's split backwards do not work: give torch_schedule"),
+        ("compiled", "is compiled, with which torch's split backwards do not work: give torch_schedule"),
+        ("fsdp", "is sharded by FSDP: gathered parameters would be taken for activations; export the schedule"),
+    ],
+)
+def test_stages_whose_gradients_would_be_wrong_are_refused(wrapper: str, sentence: str, ranks: Ranks) -> None:
+    """Also where only a part of a stage is wrapped."""
+    schedule = generate("zb-h1", rank_cases.problem([0, 1], 4))
+    said = ranks(refusal, schedule=schedule, placement=(0, 1), wrapper=wrapper)
+    assert all(each.startswith(f"stage {rank} {sentence}") for rank, each in enumerate(said))
+
+
+def test_a_profile_for_torch_certifies_what_torch_holds(ranks: Ranks) -> None:
+    """Of split backwards that wait. A profile for OptPipe's runtime certifies less than is held."""
+    problem, same = ranks(profiled_for_torch, placement=(0, 1), microbatches=4)
+    assert (problem, problem.stack) == (same, "torch")
+    waiting = rank_programs.programs(
+        "0F0 0F1 0B0 0B1 0W0 0W1 0F2 0BW2 0F3 0BW3", "1F0 1B0 1F1 1B1 1W0 1W1 1F2 1BW2 1F3 1BW3"
+    )
+    schedule = Schedule.parse(problem, waiting)
+    first, last = (done for (done,) in ranks(run_offloaded, schedules=[schedule]))
+    assert 0.9 * first.certified_bytes < first.peak_bytes <= first.certified_bytes
+    assert 0.9 * last.certified_bytes < last.peak_bytes <= last.certified_bytes
+    assert last.peak_bytes > 2 * problem.stages[1].activation_bytes, "gradients are counted"
+    assert last.alive_bytes > last.peak_bytes, "and they are there"
+
+
+def measured(problem: Problem, outcomes: Sequence[Offloaded]) -> Problem:
+    """The problem with the bytes that torch held. Small blocks are not offloaded."""
+    saved = {s: n for done in outcomes for s, n in done.activation_bytes.items()}
+    waiting = saved | {s: n for done in outcomes for s, n in done.saved_for_weight_bytes.items()}
+    sizes = [
+        {"activation_bytes": saved[s], "saved_for_weight_bytes": waiting[s], "offload_bytes": saved[s] * 9 // 10}
+        for s in range(len(problem.stages))
+    ]
+    changed = [stage.model_copy(update=size) for stage, size in zip(problem.stages, sizes, strict=True)]
+    return problem.replace(stages=changed, stack="torch")
