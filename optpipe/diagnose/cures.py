@@ -12,10 +12,11 @@ import numpy as np
 from optpipe.anytime import solve
 from optpipe.comparison import compare
 from optpipe.diagnose.batches import Change, Outcome, StepBatch, UserFacts, batch_of, evenly, typical
-from optpipe.diagnose.lines import NAMES, Stack, file_of, lines_of
+from optpipe.diagnose.lines import file_of, lines_of
 from optpipe.diagnose.losses import Losses
 from optpipe.diagnose.runs import ACTIVATION, Runs
 from optpipe.errors import OptPipeError
+from optpipe.formats.stacks import STACKS, StackName
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
@@ -67,7 +68,7 @@ class Cures(NamedTuple):
 
 
 def find_cures(
-    runs: Runs, losses: Losses, facts: UserFacts, stack: Stack, limits: SolveArguments | None, report: Progress
+    runs: Runs, losses: Losses, facts: UserFacts, stack: StackName, limits: SolveArguments | None, report: Progress
 ) -> Cures:
     """Try what may cure the causes of the losses, published schedules of the stack among it.
 
@@ -99,7 +100,7 @@ class _Search(NamedTuple):
     runs: Runs
     losses: Losses
     facts: UserFacts
-    stack: Stack
+    stack: StackName
     batches: Sequence[StepBatch]
     today: Sequence[Outcome]
 
@@ -123,7 +124,7 @@ class _Search(NamedTuple):
         batch = self.batches[len(self.batches) // 2]
         problem, ran = typical(batch, placement), self.today[-1].slowest
         keep = not self.facts.layers and len(self.runs.where) > self.runs.devices  # chunks of unknown layers
-        rows = compare(problem, tuple(NAMES[self.stack]), placements="keep" if keep else "all").rows
+        rows = compare(problem, tuple(STACKS[self.stack].own), placements="keep" if keep else "all").rows
         published = [
             Change(placement=schedule.placement, schedule=schedule)
             for row in rows

@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
-from typing import Literal, get_args
 
 from optpipe.diagnose.batches import Change
 from optpipe.diagnose.losses import Losses
 from optpipe.diagnose.runs import Runs
 from optpipe.errors import OptPipeError
 from optpipe.formats import export, megatron
+from optpipe.formats.modules import TORCHTITAN, parts_of
+from optpipe.formats.stacks import STACKS, StackName
 from optpipe.formats.torch_csv import schedule_placing
 from optpipe.model.placement import Placement
 from optpipe.schedule import Schedule
 
-Stack = Literal["torch", "megatron", "primus", "optpipe"]
-STACKS: tuple[Stack, ...] = get_args(Stack)
-STACK_OF_FORM: dict[str, Stack] = {
+STACK_OF_FORM: dict[str, StackName] = {
     "torch-trace": "torch",
     "primus": "primus",
     "straggler": "megatron",
     "megatron-timers": "megatron",
     "csv": "optpipe",
 }
-# Published schedules that a stack runs, by their names there.
-NAMES: dict[Stack, dict[str, str]] = {
-    "torch": {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble", "dualpipe-v": "DualPipeV"},
-    "megatron": {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"},
-    "primus": {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"},
-    "optpipe": {"1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2", "zb-v": "ZB-V"},
-}
-FILES: dict[Stack, tuple[str, str]] = {  # what reads a schedule of ours: how the name ends, and the form
-    "torch": (".csv", "torch-csv"),
-    "megatron": (".json", "json"),
-    "primus": (".primus.json", "primus"),
-    "optpipe": (".json", "json"),
-}
 MOST_NAMED = 3  # devices in one sentence
 
 
 def lines_of(
-    change: Change, runs: Runs, losses: Losses, stack: Stack, layered: bool, file: str
+    change: Change, runs: Runs, losses: Losses, stack: StackName, layered: bool, file: str
 ) -> tuple[str, tuple[str, ...]]:
     """What a change is called, and the lines that make it. Raises OptPipeError if the stack cannot express it.
 
@@ -63,31 +48,31 @@ def lines_of(
         titles.append("give each replica a schedule for its micro-batches in every step")
         lines.append("in the training: optpipe.steps.StepScheduler")
     if change.placement and change.placement.layers and change.schedule is None:
-        titles.append(f"divide the layers anew: {' '.join(map(str, change.placement.layers))}")
+        titles.append(f"divide the layers anew: {' '.join(map(str, _inner(change.placement)))}")
         lines += _layers(change.placement, stack)
     if change.schedule:
         placement = change.schedule.placement
-        if placement and not layered:
-            placement = placement.model_copy(update={"layers": None})
-        name = NAMES[stack].get(change.schedule.method, "a schedule of OptPipe")
+        if placement:
+            placement = placement.model_copy(update={"layers": _inner(placement) if layered else None})
+        name = STACKS[stack].own.get(change.schedule.method, "a schedule of OptPipe")
         titles.append(f"run {name}{f' with {placement}' if placement else ''}")
         lines += _schedule_lines(change.schedule, stack, layered, file)
     return "; ".join(titles), tuple(lines)
 
 
-def file_of(schedule: Schedule, stack: Stack, name: str) -> tuple[str, str] | None:
+def file_of(schedule: Schedule, stack: StackName, name: str) -> tuple[str, str] | None:
     """The name and the text of the file with a schedule, for the cure of this name; None for one that the stack has."""
-    if schedule.method in NAMES[stack]:
+    if schedule.method in STACKS[stack].own:
         return None
-    ending, form = FILES[stack]
+    ending, form = STACKS[stack].file
     try:
         return name + ending, export(schedule, form).text
     except OptPipeError:
         return f"{name}.json", export(schedule, "json").text
 
 
-def _schedule_lines(schedule: Schedule, stack: Stack, layered: bool, file: str) -> list[str]:
-    published, placement = NAMES[stack].get(schedule.method), schedule.placement
+def _schedule_lines(schedule: Schedule, stack: StackName, layered: bool, file: str) -> list[str]:
+    published, placement = STACKS[stack].own.get(schedule.method), schedule.placement
     layers = _layers(placement, stack) if placement and layered else []
     if stack == "torch":
         chunks = len(schedule.problem.stages) // len(schedule.problem.devices)
@@ -104,14 +89,20 @@ def _schedule_lines(schedule: Schedule, stack: Stack, layered: bool, file: str) 
     return [f"optpipe_runtime.Pipeline runs {file} (docs/training.md)"]
 
 
-def _layers(placement: Placement, stack: Stack) -> list[str]:
+def _inner(placement: Placement) -> tuple[int, ...]:
+    """How many layers each stage has, without the embedding and the head."""
+    counts = list(placement.layers or ())
+    counts[0] -= 1
+    counts[-1] -= 1
+    return tuple(counts)
+
+
+def _layers(placement: Placement, stack: StackName) -> list[str]:
     """The layers of each stage, of which the first is the embedding and the last the head."""
     counts = placement.layers or ()
     if stack in ("megatron", "primus"):
         return [f"--pipeline-model-parallel-layout {megatron.layout_of_counts(counts)}"]
     if stack == "torch":
-        cuts = [0, *accumulate(counts)]
-        names = ["tok_embeddings", *(f"layers.{n}" for n in range(cuts[-1] - 2)), "norm,lm_head"]
-        parts = " ".join(",".join(names[a:b]) for a, b in pairwise(cuts))
+        parts = " ".join(",".join(names) for names in parts_of(TORCHTITAN, _inner(placement)))
         return [f"--parallelism.module_fqns_per_model_part {parts}"]
-    return [f"stages of {' '.join(map(str, counts))} layers, with the embedding and the head"]
+    return [f"stages of {' '.join(map(str, _inner(placement)))} layers, the embedding before them, the head after them"]

@@ -11,10 +11,11 @@ import numpy as np
 
 from optpipe.diagnose.batches import UserFacts
 from optpipe.diagnose.cures import Cures, Progress, find_cures
-from optpipe.diagnose.lines import STACK_OF_FORM, STACKS, Stack
+from optpipe.diagnose.lines import STACK_OF_FORM
 from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
 from optpipe.diagnose.runs import Runs, collect_runs
 from optpipe.errors import InputError, did_you_mean
+from optpipe.formats.stacks import STACKS, StackName
 from optpipe.measured.convert import recording_from
 from optpipe.measured.readers import RunFacts
 from optpipe.measured.recording import Recording
@@ -29,7 +30,7 @@ class Diagnosis:
     """What a trace shows: what ran, where its time went, and what to change."""
 
     form: str  # of the files, as `optpipe problem from` names it
-    stack: Stack  # for which the lines of cures are
+    stack: StackName  # for which the lines of cures are
     runs: Runs
     losses: Losses
     cures: Cures

@@ -63,10 +63,19 @@ def layout(problem: Problem) -> str:
 
     Raises InputError if the stages do not consist of the layers.
     """
-    layers, first, counts = problem.layers or (), 0, []
+    return layout_of_counts(layer_counts(problem))
+
+
+def layer_counts(problem: Problem) -> list[int]:
+    """How many of the problem's layers each stage has. Raises InputError if the stages do not consist of them."""
+    layers, first, counts = problem.layers or (), 0, list[int]()
     for s, stage in enumerate(problem.stages):
         for end in range(first + 1, len(layers) + 1):
-            if all(getattr(stage, name) == cost for name, cost in together(layers[first:end]).items()):
+            sums = {
+                **together(layers[first:end]),
+                "saved_for_weight_bytes": stage.saved_for_weight_bytes,
+            }  # torch's own
+            if all(getattr(stage, name) == cost for name, cost in sums.items()):
                 break
         else:
             raise InputError(f"stages[{s}] does not consist of layers {first} and on of the problem: leave layers out")
@@ -74,7 +83,7 @@ def layout(problem: Problem) -> str:
         first = end
     if first < len(layers):
         raise InputError(f"layers: {len(layers)} are there, the stages consist of {first}: leave layers out")
-    return layout_of_counts(counts)
+    return counts
 
 
 def layout_of_counts(counts: Sequence[int]) -> str:

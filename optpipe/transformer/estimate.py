@@ -111,7 +111,12 @@ class Estimate:
     @cached_property
     def devices(self) -> list[DeviceMemory]:
         """What each device holds."""
-        return [device_memory(self._share, self.gpu, pieces) for pieces in self._device_pieces]
+        received = [0] * self.parallelism.pp  # messages of a micro-batch: activations, and gradients
+        for before, after in pairwise(self.order):
+            if before != after:
+                received[before] += 1
+                received[after] += 1
+        return [device_memory(self._share, self.gpu, *each) for each in zip(self._device_pieces, received, strict=True)]
 
     @cached_property
     def _piece_numbers(self) -> list[list[int]]:
@@ -187,8 +192,11 @@ class Estimate:
     @cached_property
     def busy_ms(self) -> list[float]:
         """How long each device computes for one micro-batch."""
-        layers_ms = [sum(one_for_all(getattr(layer, field)) for field in COMPUTE_MS) for layer in self.layers]
-        return [sum(layers_ms[i] for i in held) for held in self._piece_numbers]
+        return [sum(self._layers_ms[i] for i in held) for held in self._piece_numbers]
+
+    @cached_property
+    def _layers_ms(self) -> list[float]:
+        return [sum(one_for_all(getattr(layer, field)) for field in COMPUTE_MS) for layer in self.layers]
 
     @property
     def torch_factor(self) -> float:
@@ -256,7 +264,7 @@ class Estimate:
         return self._with_pieces(Estimate(self.shape, self.parallelism, gpu, self.run))
 
     def _with_pieces(self, other: Estimate) -> Estimate:
-        vars(other).update(pieces=self.pieces, layers=self.layers)
+        vars(other).update(pieces=self.pieces, layers=self.layers, _layers_ms=self._layers_ms)
         return other
 
     @cached_property
@@ -294,8 +302,8 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(base + (s in inner[:over]) for s in range(stages))
 
 
-def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece]) -> DeviceMemory:
-    """What a GPU holds of the device that has these pieces."""
+def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece], received: int) -> DeviceMemory:
+    """What a GPU holds of the device that has these pieces and receives so many messages of each micro-batch."""
     run = share.run
     sizes = ((run.value_bytes, 3), (run.gradient_bytes, 2), (run.state_bytes, 1))
     weights, gradients, optimizer = (ceil(each * kept_weights(share, pieces, zero)) for each, zero in sizes)
@@ -304,7 +312,8 @@ def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece]) -> DeviceMemo
     inside = max(
         piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in pieces
     )
-    messages = MESSAGES * share.message_bytes if share.parallelism.pp > 1 else 0.0
+    buffers = max(MESSAGES, run.keep_received * run.microbatches * received)
+    messages = buffers * share.message_bytes if share.parallelism.pp > 1 else 0.0
     gathered = 2 * run.value_bytes * (share.parallelism.zero >= 3) + run.gradient_bytes * (share.parallelism.zero >= 2)
     largest = max(piece.weights + piece.expert_weights for piece in pieces)
     workspace = ceil(inside + messages + gathered * largest)
@@ -327,4 +336,4 @@ def kept_weights(share: Share, pieces: Sequence[Piece], zero: int) -> float:
     if parallelism.zero < zero:
         return dense + experts
     replicas = parallelism.dp * parallelism.cp
-    return dense / replicas + experts / (replicas / parallelism.ep)
+    return dense / replicas + experts / parallelism.expert_replicas

@@ -16,7 +16,7 @@ from optpipe.errors import InputError, shown
 from optpipe.files import parse_json
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS
-from optpipe.transformer.records import Parallelism, Run, Transformer, Vectors
+from optpipe.transformer.records import ModuleNames, Parallelism, Run, Transformer, Vectors
 
 MOST_LAYERS = 4000  # of a model, as of a `Transformer`
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -55,7 +55,9 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
         try:
             fields = _Model(whole, what).fields()
         except AttributeError as error:  # models without attention have no heads
-            raise InputError(f"{what}: {_shown(error)}: it is not modelled") from None
+            raise _NotModelledError(f"{what}: {_shown(error)}: it is not modelled") from None
+    if "text_config" in whole:  # in the whole model the names are others
+        fields |= {"modules": None}
     named = {"name": _shown(whole.get("_name_or_path") or whole.get("model_type")), "source": what[:500]}
     return Transformer.from_dict(fields | named | {"left_out": tuple(_left_out(whole))}, what)
 
@@ -69,6 +71,13 @@ def _plain(config: dict[str, Any], what: str) -> dict[str, Any]:
     if biased := [name for name in ("attention_bias", "mlp_bias", "head_dim") if config.get(name)]:
         raise InputError(f"{what}: {biased[0]} = {shown(config[biased[0]])}: {EXTRA}")
     return {field: config[name] for name, field in PLAIN.items()} | {"gated": True}
+
+
+class _NotModelledError(InputError):
+    """A `Transformer` cannot have all of the model."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; optpipe profile --model measures a model that can be cut into stages")
 
 
 class _Group:
@@ -127,12 +136,13 @@ class _Model:
         count, modules = self.config.num_hidden_layers, self._model.base_model.modules()
         lists = [each for each in modules if isinstance(each, ModuleList) and len(each) == count]
         if not lists:
-            raise InputError(f"{what}: the model has no list of {count} layers: it is not modelled")
+            raise _NotModelledError(f"{what}: the model has no list of {count} layers: it is not modelled")
         self.layers = [_Layer(each) for each in lists[0]]
+        self._list = lists[0]
         first_of_each = {layer.has_experts: layer for layer in reversed(self.layers)}
         self._dense, self._sparse = first_of_each.get(False), first_of_each.get(True)
         if any(layer.shapes != first_of_each[layer.has_experts].shapes for layer in self.layers):
-            raise InputError(f"{what}: its layers differ in more than experts: that is not modelled")
+            raise _NotModelledError(f"{what}: its layers differ in more than experts: that is not modelled")
 
     def fields(self) -> dict[str, Any]:
         """The fields of its `Transformer`. Raises InputError if it has parts that are not modelled."""
@@ -148,6 +158,7 @@ class _Model:
             "dropout": any(self._value(name) for name in DROPOUT),
             "embedding_width": width if width != hidden else None,
             "causal": not self._value("use_bidirectional_attention"),
+            "modules": self._modules(),
             "positions": _Group(self._outside("position", "wpe")).matrices // hidden,
             **self._attention(),
             **self._window(),
@@ -158,7 +169,7 @@ class _Model:
         shape = Transformer.from_dict(fields, self._what)
         modelled = estimate(shape, Parallelism(), GPUS["H100"], Run(microbatches=1, sequence=1)).parameters
         if modelled != (parameters := sum(each.numel() for each in self._model.parameters())):
-            raise InputError(
+            raise _NotModelledError(
                 f"{self._what}: {modelled:,} of its {parameters:,} parameters would be modelled: it has other parts"
             )
         return fields
@@ -181,7 +192,7 @@ class _Model:
         # Queries and what is projected back are as wide as all heads, keys and values as their groups.
         groups, rest = divmod(self.layers[0].attention.matrices - 2 * hidden * heads * size, 2 * hidden * size)
         if rest or groups < 1:
-            raise InputError(f"{self._what}: attention is not that of heads of {size}: it is not modelled")
+            raise _NotModelledError(f"{self._what}: attention is not that of heads of {size}: it is not modelled")
         return {"query_groups": groups, "head_size": None if size * heads == hidden else size}
 
     def _experts(self) -> dict[str, Any]:
@@ -191,14 +202,16 @@ class _Model:
         every = sparse[1] - sparse[0] if len(sparse) > 1 else 1
         dense = sparse[0] if every == 1 else 0
         if sparse != [i for i in range(len(self.layers)) if i >= dense and (i + 1) % every == 0]:
-            raise InputError(f"{self._what}: which layers have experts follows no rule that is modelled")
+            raise _NotModelledError(f"{self._what}: which layers have experts follows no rule that is modelled")
         width = self._value("moe_intermediate_size", "intermediate_size")
         shared = self._value("shared_expert_intermediate_size")
+        if shared is None:
+            shared = (self._value("n_shared_experts", "moe_num_shared_experts") or 0) * width
         return {
             "experts": self._value(*EXPERTS),
             "experts_per_token": self.config.num_experts_per_tok,
             "expert_ffn": width,
-            "shared_ffn": (self._value("n_shared_experts") or 0) * width if shared is None else shared,
+            "shared_ffn": shared,
             "dense_layers": dense,
             "expert_every": every,
         }
@@ -220,7 +233,7 @@ class _Model:
         window, layers = self._value("sliding_window") or 0, len(self.layers)
         kinds = self._value("layer_types") or ["sliding_attention"] * layers
         if other := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
-            raise InputError(
+            raise _NotModelledError(
                 f"{self._what}: layer_types has {shown(other[0])}: it is not modelled, sliding and full are"
             )
         full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
@@ -242,6 +255,17 @@ class _Model:
             embedding=embedding,
             head=_Group(self._outside()).vectors - embedding,
         )
+
+    def _modules(self) -> ModuleNames:
+        """The names of its modules, in the order in which they run."""
+        inside = next(name for name, each in self._model.named_modules() if each is self._list)
+        names = [name.rpartition(".")[0] for name, _ in self._model.named_parameters(remove_duplicate=False)]
+        begin = next(n for n, name in enumerate(names) if name.startswith(f"{inside}."))
+        outside = [name for name in dict.fromkeys(names) if not name.startswith(f"{inside}.")]
+        first = tuple(name for name in outside if name in names[:begin] and "final" not in name)
+        bare = (name for name, each in self._model.named_modules() if not any(True for _ in each.parameters()))
+        every = tuple(name for name in bare if "rotary" in name and not name.startswith(f"{inside}."))
+        return ModuleNames(first=first, layer=inside, last=tuple(x for x in outside if x not in first), every=every)
 
     def _outside(self, *words: str) -> list[tuple[str, Any]]:
         """The parameters outside the layers with one of these words in their names, or all."""

@@ -113,16 +113,17 @@ def _experts(share: Share) -> Piece:
     """
     shape, parallelism, whole = share.shape, share.parallelism, share.message_bytes
     hidden, tp, ep, along = shape.hidden, parallelism.tp, parallelism.ep, parallelism.along_sequence
-    matrices, value_bytes = shape.up_matrices + 1, share.run.value_bytes
-    sent = share.tokens * shape.experts_per_token * share.run.expert_load  # tokens to this GPU's experts
+    matrices, value_bytes, etp = shape.up_matrices + 1, share.run.value_bytes, parallelism.expert_tp
+    # Tokens to this GPU's experts; of undivided experts a GPU gets a share of them.
+    sent = share.tokens * shape.experts_per_token * share.run.expert_load * etp / tp
     sent_bytes = value_bytes * sent * hidden
-    numbers = shape.expert_ffn * sent / tp + shape.shared_ffn * share.tokens / tp  # behind the up matrices
+    numbers = shape.expert_ffn * sent / etp + shape.shared_ffn * share.tokens / tp  # behind the up matrices
     middle, local = value_bytes * numbers, shape.experts / ep
-    over_experts = Collective("experts", 2 * sent_bytes * (1 - 1 / ep) / tp, 2 * (ep - 1))
+    over_experts = Collective("experts", 2 * sent_bytes * (1 - 1 / ep) / etp, 2 * (ep - 1))
     return Piece(
         kind="expert",
         weights=hidden * shape.experts + hidden * shape.shared_ffn * matrices / tp + shape.all_vectors.router,
-        expert_weights=local * (hidden * shape.expert_ffn * matrices / tp + shape.all_vectors.expert),
+        expert_weights=local * (hidden * shape.expert_ffn * matrices / etp + shape.all_vectors.expert),
         saved=(
             Saved("norm input", whole),
             Saved("router's input", whole, "cheap", operand=True),
@@ -135,14 +136,14 @@ def _experts(share: Share) -> Piece:
         work=Work(
             matmuls=(
                 Matmul(share.tokens / along, shape.experts, hidden),
-                Matmul(sent / local, shape.up_matrices * shape.expert_ffn / tp, hidden, local),
-                Matmul(sent / local, hidden, shape.expert_ffn / tp, local),
+                Matmul(sent / local, shape.up_matrices * shape.expert_ffn / etp, hidden, local),
+                Matmul(sent / local, hidden, shape.expert_ffn / etp, local),
                 *(_up_and_down(share, shape.shared_ffn / tp) if shape.shared_ffn else ()),
             ),
             traffic=(NORM + RESIDUAL) * whole + 4 * sent_bytes + matrices * middle,
             again=NORM * whole + matrices * middle,
             passes=5,
-            sent=(*share.reduced, *((over_experts,) if ep > 1 else ())),
+            sent=(*(share.reduced if etp == tp or shape.shared_ffn else ()), *((over_experts,) if ep > 1 else ())),
         ),
     )
 

@@ -1,9 +1,11 @@
 """Models of the papers and current ones, and GPUs by their data sheets: each figure with its source.
 
-Peaks are dense; fp32 is in TF32. PipeOffload, Figure 1: 220 of 312 TFLOP/s on A100, and 15 GB/s each way of a PCIe 4
-link that two GPUs share. FlashAttention-2 (Dao 2023), section 4.1: up to 73 % in F on A100, up to 63 % in B;
-FlashAttention-3 (Shah et al. 2024): up to 75 % on H100. The other fractions are assumptions, which `gpu.PARAMETERS`
-says how far to trust: `optpipe calibrate` measures them, or learns them from measured iterations.
+Peaks are dense; fp32 is in TF32. `memory_bytes` is the total capacity that torch reports, less than is sold: 79.15 GiB
+of A100, 79.1 of H100, 139.8 of H200, 178.35 of B200, 191.69 of MI300X. PipeOffload, Figure 1: 220 of 312 TFLOP/s on
+A100, and 15 GB/s each way of a PCIe 4 link that two GPUs share. FlashAttention-2 (Dao 2023), section 4.1: up to 73 % in
+F on A100, up to 63 % in B; FlashAttention-3 (Shah et al. 2024): up to 75 % on H100. The other fractions are
+assumptions, which `gpu.PARAMETERS` says how far to trust: `optpipe calibrate` measures them, or learns them from
+measured iterations.
 """
 
 from __future__ import annotations

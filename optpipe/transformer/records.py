@@ -32,6 +32,16 @@ class Vectors(Record):
     head: Numbers
 
 
+class ModuleNames(Record):
+    """What a model calls its modules: those of the first stage, a layer without its number, those of the last stage,
+    and those without parameters that every stage has."""
+
+    first: Items[Text]
+    layer: Text
+    last: Items[Text]
+    every: Items[Text] = ()
+
+
 class Transformer(Document):
     """The shape of a transformer.
 
@@ -48,6 +58,8 @@ class Transformer(Document):
     With `kv_latent` attention is multi-head latent (DeepSeek-V2, 2024, section 2.1): keys and values come from a latent
     vector of that width, queries from one of width `query_latent`, or from the hidden state if that is 0. Of each
     head's query and key `head_size` numbers have no position and `rope_size` have, and its value has `value_size`.
+
+    `modules` are the names in transformers, None if nothing says them.
     """
 
     WHAT = "transformer"
@@ -68,6 +80,7 @@ class Transformer(Document):
     window: Count = 0  # 0: all tokens
     full_layers: Items[Count] = ()
     left_out: Items[Text] = ()
+    modules: ModuleNames | None = None
     gated: bool = False
     tied: bool = False  # one matrix for the embedding and the head
     causal: bool = True
@@ -162,7 +175,9 @@ class Parallelism(Document):
     cp
         Context parallelism.
     ep
-        Expert parallelism, a part of dp · cp.
+        Expert parallelism, a part of dp · cp, with etp 1 of tp · dp · cp.
+    etp
+        By how many GPUs each expert is divided: tp, which is the default, or 1.
     dp
         Data parallelism.
     zero
@@ -184,6 +199,7 @@ class Parallelism(Document):
     tp: Degree = 1
     cp: Degree = 1
     ep: Degree = 1
+    etp: Degree | None = None
     dp: Degree = 1
     zero: Annotated[int, Field(strict=True, ge=0, le=3)] = 0
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)] = 1
@@ -193,8 +209,14 @@ class Parallelism(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.dp * self.cp % self.ep:
-            raise ValueError(f"ep = {self.ep}: must divide dp · cp = {self.dp * self.cp}")
+        if self.expert_tp not in (1, self.tp):
+            raise ValueError(f"etp = {self.etp}: 1 or tp = {self.tp} was expected")
+        replicas = self.dp * self.cp
+        if self.tp * replicas % (self.ep * self.expert_tp):
+            wide = f", or with etp 1 tp · dp · cp = {self.tp * replicas}" if self.expert_tp > 1 else ""
+            whole = "dp · cp" if self.expert_tp == self.tp else "tp · dp · cp"
+            most = replicas * self.tp // self.expert_tp
+            raise ValueError(f"ep = {self.ep}: must divide {whole} = {most}{wide}")
         if self.layers is not None and len(self.layers) != self.stages:
             raise ValueError(f"layers has {len(self.layers)} entries: pp · chunks make {self.stages} stages")
         return self
@@ -202,6 +224,16 @@ class Parallelism(Document):
     @property
     def stages(self) -> int:
         return self.pp * self.chunks
+
+    @property
+    def expert_tp(self) -> int:
+        """By how many GPUs each expert is divided."""
+        return self.etp or self.tp
+
+    @property
+    def expert_replicas(self) -> int:
+        """How many GPUs of a stage have the same part of the experts."""
+        return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
 
     @property
     def gpus(self) -> int:
@@ -262,6 +294,7 @@ class Run(RunOptions):
 
     microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
     host_memory_bytes: Bytes | None = None  # of each GPU
+    keep_received: bool = False  # buffers for messages of all micro-batches, as PyTorch's pipelining up to 2.13 does
 
     @property
     def value_bytes(self) -> int:

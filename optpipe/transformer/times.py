@@ -73,7 +73,7 @@ class Links:
     def collectives_ms(self, collectives: Iterable[Collective], over: str | None = None) -> float:
         """Time of collectives within a stage; of those over one dimension if that is named."""
         p = self.parallelism
-        groups = {"tensor": (p.tp, 1), "context": (p.cp, p.tp), "experts": (p.ep, p.tp)}
+        groups = {"tensor": (p.tp, 1), "context": (p.cp, p.tp), "experts": (p.ep, p.expert_tp)}
         return sum(
             (self.exchange_ms if each.over == "experts" else self.ring_ms)(each.bytes, *groups[each.over], each.steps)
             for each in collectives
@@ -89,7 +89,7 @@ class Links:
         ranks = p.dp * p.cp
         return sum(
             self.ring_ms(weight_bytes * (n - 1) / n * count, n, p.tp * ranks // n, n - 1)
-            for count, n in ((weights, ranks), (expert_weights, ranks // p.ep))
+            for count, n in ((weights, ranks), (expert_weights, p.expert_replicas))
             if weight_bytes * count
         )
 

@@ -48,7 +48,7 @@ OPT_CONFIG: dict[str, Any] = json.loads("""{
 @pytest.mark.parametrize(("config", "name"), [(LLAMA_CONFIG, "llama-2-70b"), (LATENT_CONFIG, "deepseek-v3")])
 def test_a_config_says_what_the_preset_says(config, name):
     preset, shape = MODELS[name], read(json.dumps(config))
-    own = {"name", "source", "sequence", "vectors", *(["query_groups"] if preset.kv_latent else [])}
+    own = {"name", "source", "sequence", "vectors", "modules", *(["query_groups"] if preset.kv_latent else [])}
     assert shape.model_dump(exclude=own) == preset.model_dump(exclude=own)
     assert preset.kv_latent or shape.all_vectors == preset.all_vectors
 
@@ -121,8 +121,8 @@ def test_the_outer_config_decides_what_is_tied():
 
 # Types of transformers with a causal language model that are read, each by its defaults.
 TYPES = (
-    "apertus arcee bitnet bloom cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon gemma gemma2 "
-    "gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe helium llama "
+    "apertus arcee bitnet bloom cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4 falcon gemma "
+    "gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe helium llama "
     "ministral3 mistral mixtral mpt olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 "
     "qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma"
 )
@@ -140,6 +140,25 @@ def test_parameters_are_those_of_transformers(kind):
 
 
 @pytest.mark.parametrize(
+    ("kind", "first", "last", "every"),
+    [
+        ("qwen3", "model.embed_tokens", "model.norm lm_head", "model.rotary_emb"),
+        ("gpt2", "transformer.wte transformer.wpe", "transformer.ln_f lm_head", ""),
+        (
+            "opt",
+            "model.decoder.embed_tokens model.decoder.embed_positions",
+            "model.decoder.final_layer_norm lm_head",
+            "",
+        ),
+    ],
+)
+def test_modules_have_the_names_of_transformers(kind, first, last, every):
+    names = read(json.dumps({"model_type": kind})).modules
+    assert (names.first, names.last, names.every) == (tuple(first.split()), tuple(last.split()), tuple(every.split()))
+    assert read(json.dumps({"text_config": {"model_type": kind}})).modules is None  # the whole model has others
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_type": "qwen2"}, r"model_type = 'qwen2': transformers reads it: pip install 'optpipe\[models\]'"),
@@ -151,14 +170,14 @@ def test_without_transformers_only_a_config_that_says_everything_is_read(change,
     whole = read(json.dumps(LLAMA_CONFIG))
     monkeypatch.setitem(sys.modules, "transformers", None)
     plain = read(json.dumps(LLAMA_CONFIG))
-    assert plain.model_dump(exclude={"vectors"}) == whole.model_dump(exclude={"vectors"})
+    assert plain.model_dump(exclude={"vectors", "modules"}) == whole.model_dump(exclude={"vectors", "modules"})
     assert plain.all_vectors == whole.all_vectors
     with pytest.raises(InputError, match=message):
         read(json.dumps({name: value for name, value in (LLAMA_CONFIG | change).items() if value is not ...}))
 
 
 OTHERS = {
-    "qwen3_next": "its layers differ in more than experts: that is not modelled",
+    "qwen3_next": "its layers differ in more than experts: that is not modelled; optpipe profile --model measures",
     "llama4_text": "layer_types has 'chunked_attention': it is not modelled",
     "bert": "parameters would be modelled: it has other parts",
     "mamba": "num_attention_heads.*: it is not modelled",

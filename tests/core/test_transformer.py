@@ -270,5 +270,49 @@ def test_what_does_not_divide_is_refused(division, run, message):
         made(GPT, division, gpu="A100", **run)
     fits_not = made(MODELS["gpt-3-175b"], {"pp": 4, "tp": 8})
     assert fits_not.devices[0].budget < 0
-    with pytest.raises(InputError, match=r"device 0 needs 104\.1 GB without any activation, the GPU has 85\.9"):
+    with pytest.raises(InputError, match=r"device 0 needs 104\.1 GB without any activation, the GPU has 84\.9"):
         _ = fits_not.problem
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gib"), [("A100", 79.15), ("H100", 79.1), ("H200", 139.8), ("B200", 178.35), ("MI300X", 191.69)]
+)
+def test_a_gpu_has_the_memory_that_torch_reports(gpu, gib):
+    """Its total capacity, as in errors about memory and in `torch.cuda.get_device_properties`."""
+    assert GPUS[gpu].memory_bytes / 2**30 == pytest.approx(gib, abs=0.01)
+
+
+def test_undivided_experts_are_spread_over_tensor_parallel_ranks_too():
+    """A GPU has as many weights, tokens and operations of experts as where each expert is divided."""
+    model = MODELS["mixtral-8x7b"]
+    divided = made(model, {"tp": 4, "dp": 2, "ep": 2})
+    whole = made(model, {"tp": 4, "dp": 2, "ep": 8, "etp": 1})
+    one, other = divided.pieces[1], whole.pieces[1]
+    assert other.expert_weights == one.expert_weights
+    assert other.work.matmul == pytest.approx(one.work.matmul)
+    assert other.activation_bytes("none") < one.activation_bytes("none")  # tokens' inputs are not gathered
+    assert whole.parallelism.expert_replicas == divided.parallelism.expert_replicas == 1
+    assert whole.model_flops == pytest.approx(divided.model_flops)
+    few = made(model, {"tp": 4, "dp": 2, "ep": 2, "etp": 1})  # four times the experts, on a quarter of the tokens
+    assert few.pieces[1].expert_weights == 4 * one.expert_weights
+    assert few.parallelism.expert_replicas == 4
+
+
+@pytest.mark.parametrize(
+    ("division", "said"),
+    [
+        ({"tp": 2, "dp": 4, "ep": 8}, "ep = 8: must divide dp · cp = 4, or with etp 1 tp · dp · cp = 8"),
+        ({"tp": 2, "dp": 4, "ep": 16, "etp": 1}, "ep = 16: must divide tp · dp · cp = 8"),
+        ({"tp": 4, "dp": 4, "ep": 2, "etp": 2}, "etp = 2: 1 or tp = 4 was expected"),
+    ],
+)
+def test_experts_that_do_not_divide_are_refused(division, said):
+    with pytest.raises(InputError, match=said):
+        Parallelism.from_dict(division)
+
+
+def test_buffers_of_all_messages_are_counted_where_they_stay():
+    """A middle device receives two messages of each micro-batch."""
+    here, there = made(division={"pp": 4}), made(division={"pp": 4}, keep_received=True)
+    more = [b.workspace - a.workspace for a, b in zip(here.devices, there.devices, strict=True)]
+    assert more == [2 * 512 * 1024 * (8 * ends - 4) for ends in (1, 2, 2, 1)]
