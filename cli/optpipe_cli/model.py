@@ -70,7 +70,8 @@ def model(
 def lines(estimate: Estimate) -> Iterator[str]:
     """What the estimate assumes and finds, in words and two tables. The second one needs a problem that fits."""
     shape, parallelism, gpu, run = estimate.shape, estimate.parallelism, estimate.gpu, estimate.run
-    division = ", ".join(f"{n} {getattr(parallelism, n)}" for n in ("pp", "tp", "cp", "ep", "dp", "zero", "chunks"))
+    names = ("pp", "tp", "cp", "ep", *(["etp"] if parallelism.etp else []), "dp", "zero", "chunks")
+    division = ", ".join(f"{name} {getattr(parallelism, name)}" for name in names)
     yield f"{shape.name or 'model'}: {estimate.parameters / GB:.2f} billion parameters, {shape.layers} layers"
     yield f"  from {shape.source or 'a file'}"
     yield from left_out(shape)

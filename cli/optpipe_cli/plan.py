@@ -25,7 +25,7 @@ from optpipe_solver.planner.candidates import Question, Today
 from optpipe_solver.planner.search import Plan, PlanSearch
 
 RUN = RunOptions()
-OFFLOAD, STACK = (Question.model_fields[name].default for name in ("offload", "stack"))
+MARGIN, OFFLOAD, STACK = (Question.model_fields[name].default for name in ("margin", "offload", "stack"))
 
 
 class PlanOptions(EffortOptions):
@@ -47,7 +47,7 @@ def plan(
     offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = OFFLOAD,
     stack: Annotated[str, Parameter(help="The training stack: optpipe, torch or megatron.")] = STACK,
     today: Annotated[str | None, Parameter(help="What runs today, such as 'tp 8, pp 4, 1f1b': what is gained?")] = None,
-    margin: Annotated[float, Parameter(help="Share of each GPU's memory that stays free.")] = 0.05,
+    margin: Annotated[float, Parameter(help="Share of each GPU's memory that stays free.")] = MARGIN,
     host_memory_gb: Annotated[float | None, Parameter(help="Pinned host memory of each GPU.")] = None,
     options: Annotated[Options[PlanOptions], Parameter(group="Search")] = PlanOptions(),
     no_cache: NoCache = False,
@@ -56,19 +56,16 @@ def plan(
     json: Json = False,
 ) -> None:
     """`optpipe plan`."""
-    if not 0 <= margin < 1:
-        raise InputError(f"margin = {margin}: a share of 0 or more and less than 1, such as 0.05, was expected")
-    sheet = read_gpu(gpu)
-    reserved = sheet.reserved_bytes + round(margin * sheet.memory_bytes)  # also for what the allocator's fragments take
     run: dict[str, Any] = {"microbatches": 1, "sequence": sequence, "precision": precision, "attention": attention}
     run |= {"host_memory_bytes": host_bytes(host_memory_gb)}
     question = Question.from_dict(
         {
             "model": read_model(name),
-            "gpu": sheet.model_copy(update={"reserved_bytes": reserved}),
+            "gpu": read_gpu(gpu),
             "gpus": gpus,
             "batch": batch,
             "run": Run.from_dict(run, "plan"),
+            "margin": margin,
             "offload": offload,
             "stack": stack,
         },

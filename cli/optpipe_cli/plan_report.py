@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import expm1
+from math import ceil, expm1
 from pathlib import Path
 from typing import Any
 
+from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.files import write_file
 from optpipe.formats import export_schedule
 from optpipe.model.placement import counts_text
@@ -16,7 +17,7 @@ from optpipe.transformer.calibrate import UNEXPLAINED
 from optpipe.transformer.estimate import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidate import Candidate, difference
-from optpipe_solver.planner.candidates import Running
+from optpipe_solver.planner.candidates import Question, Running
 from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.settings import megatron, nemo, torchtitan
 
@@ -36,10 +37,8 @@ TO_MEASURE = {  # where a parameter of the cost model leaves most open
 def progress(search: PlanSearch) -> str:
     """One line for the terminal."""
     best = f"; best {search.best.iteration_ms / S:.4g} s: {search.best}" if search.best else ""
-    return (
-        f"{search.phase}: {len(search.candidates)} candidates, {search.too_large} too large, {search.looked_at} "
-        f"scheduled, {search.solved} searched{best}"
-    )
+    scheduled = sum(candidate.schedule is not None for candidate in search.candidates)
+    return f"{search.phase}: {len(search.candidates)} candidates, {scheduled} scheduled, {search.solved} searched{best}"
 
 
 def lines(plan: Plan, explain: bool) -> Iterator[str]:
@@ -51,7 +50,7 @@ def lines(plan: Plan, explain: bool) -> Iterator[str]:
         yield ""
     yield from _best(plan)
     yield ""
-    yield from _memory(plan.best)
+    yield from _memory(plan.question, plan.best)
     yield ""
     yield "with less memory: of all schedules seen those that none beats in both"
     for nbytes, ms, candidate, method in plan.frontier:
@@ -75,9 +74,11 @@ def _question(plan: Plan) -> Iterator[str]:
     yield from left_out(question.model)
     if question.limit:
         yield f"  {question.limit}"
+    counts = plan.counts
     yield (
-        f"{len(plan.ranked)} candidates: {plan.too_large} too large, {plan.ruled_out} ruled out by bounds, "
-        f"{plan.looked_at} scheduled, {plan.solved} searched, in {plan.time_s:.0f} s"
+        f"{len(plan.ranked)} candidates: {counts.too_large} too large, {counts.ruled_out} ruled out by bounds, "
+        f"{counts.left_open} left open, {counts.scheduled} with schedules that fit; {plan.searched} were searched, in "
+        f"{plan.time_s:.0f} s"
     )
     yield (
         f"{assumed(estimate)}; gradients are reduced behind the schedule; ZeRO 1 unless another is named"
@@ -87,23 +88,31 @@ def _question(plan: Plan) -> Iterator[str]:
 
 def _today(plan: Plan, today: Running) -> Iterator[str]:
     """What runs today, and what a better schedule on the same division and what the plan gain."""
-    of = "of" if today.fits else "but has"
-    yield f"today {today.candidate}, {_layers(today.candidate)}: if your stack divides them otherwise, its step differs"
+    verdict = "fits" if today.fits else "runs out of memory"
+    yield f"today {today.candidate}, {_layers(today.candidate)}"
+    yield f"      not named, so what the stack does by default: {', '.join(today.assumed) or 'nothing'}"
     yield (
-        f"      {today.schedule.method}: {today.iteration_ms / S:.4g} s, needs {today.used_bytes / GB:.2f} GB {of} "
-        f"{plan.question.gpu.memory_bytes / GB:.2f} GB, margin included"
+        f"      {today.schedule.method}: {today.iteration_ms / S:.4g} s, {today.used_bytes / GB:.2f} GB of "
+        f"{today.has_bytes / GB:.2f} GB: {verdict}"
     )
-    same = [candidate for candidate in plan.ranked if candidate.division == today.candidate.division]
-    for name, best in (("so divided", same[0]), ("by the plan", plan.best)):
-        if best.schedule and today.fits:
+    same = next(candidate for candidate in plan.ranked if candidate.division == today.candidate.division)
+    for name, best in (("so divided", same), ("by the plan", plan.best)):
+        if best.schedule:
             less = 1 - best.iteration_ms / today.iteration_ms
-            yield f"      {name}: {best.iteration_ms / S:.4g} s ({less:.1%} less) by {best.schedule.method}"
+            change = f"{abs(less):.1%} {'less' if less >= 0 else 'more'}"
+            held = max(best.used_bytes(best.schedule)) / GB
+            method = best.schedule.method
+            yield f"      {name}: {best.iteration_ms / S:.4g} s ({change}), {held:.2f} GB, by {method}: {best}"
+        else:
+            proven = best.bound_ms >= NO_SCHEDULE_MS
+            yield f"      {name}: {'nothing fits, whatever is recomputed' if proven else 'nothing that fits was found'}"
 
 
 def _best(plan: Plan) -> Iterator[str]:
     """The answer, and how much shorter others could be."""
     best, schedule = plan.best, _schedule(plan.best)
-    left = 1 - plan.lower_bound_ms / best.iteration_ms
+    left, others = 1 - plan.lower_bound_ms / best.iteration_ms, plan.may_be_shorter
+    more = sum(share > plan.gap for share in others)
     yield f"run   {best}"
     yield f"      {schedule.method}, {_layers(best)}"
     yield (
@@ -112,12 +121,12 @@ def _best(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"      without evictions no candidate can take less than {plan.lower_bound_ms / S:.4g} s ({left:.1%} less); "
-        f"{plan.left_open} others may still be shorter"
+        f"others that may be shorter: {len(others)}, by more than --gap {plan.gap:.1%}: {more}"
     )
 
 
-def _memory(best: Candidate) -> Iterator[str]:
-    """What each device holds."""
+def _memory(question: Question, best: Candidate) -> Iterator[str]:
+    """What each device holds, what stays free, and whether that fits."""
     estimate, schedule = best.estimate, _schedule(best)
     peaks = schedule.compiled.certificate.device
     held = [
@@ -125,14 +134,21 @@ def _memory(best: Candidate) -> Iterator[str]:
         for memory, peak, used in zip(estimate.devices, peaks, best.used_bytes(schedule), strict=True)
     ]
     yield from table("GB", HELD, "device", ((nbytes / GB for nbytes in row) for row in held))
-    of = estimate.gpu.memory_bytes / GB
-    yield f"of each GPU of a device (tp {estimate.parallelism.tp}), which has {of:.2f} GB"
-    least, most = (max(each) / GB for each in zip(*best.peak_ranges(schedule), strict=True))
+    has, reserved, (less, more) = question.gpu.memory_bytes, question.gpu.reserved_bytes, MEASURED_PEAKS
+    fullest = max(best.used_bytes(schedule))
+    least, most = (max(each) for each in zip(*best.peak_ranges(schedule), strict=True))
+    yield f"of each GPU of a device (tp {estimate.parallelism.tp}), which has {has / GB:.2f} GB"
     yield (
-        f"fragments and communication buffers: measured peaks of others were {1 - MEASURED_PEAKS[0]:.0%} below to "
-        f"{MEASURED_PEAKS[1] - 1:.0%} above such sums, so the fullest GPU may hold {least:.2f} to {most:.2f} GB"
-        + (", which is more than it has" if most > of else "")
+        f"held  {fullest / GB:.2f} GB on the fullest; {(has - fullest) / GB:.2f} GB stay free, of which --margin "
+        f"{question.margin:g} wants {question.margin * has / GB:.2f}"
     )
+    yield (
+        f"      with fragments and buffers {least / GB:.2f} to {most / GB:.2f} GB: measured peaks of others were "
+        f"{1 - less:.0%} below to {more - 1:.0%} above such sums"
+    )
+    safe = 1 - (reserved + (has - reserved) / more) / has
+    doubt = f", but not with {more - 1:.0%} more: --margin {ceil(100 * safe) / 100:g} plans for that"
+    yield f"fits  yes{doubt if most > has else ''}"
 
 
 def _other_divisions(plan: Plan) -> Iterator[str]:
@@ -159,11 +175,8 @@ def figures(plan: Plan) -> dict[str, Any]:
     return {
         "question": plan.question.model_dump(mode="json"),
         "candidates": len(plan.ranked),
-        "too_large": plan.too_large,
-        "ruled_out": plan.ruled_out,
-        "left_open": plan.left_open,
-        "scheduled": plan.looked_at,
-        "searched": plan.solved,
+        **plan.counts._asdict(),
+        "searched": plan.searched,
         "time_s": round(plan.time_s, 3),
         "notes": list(plan.notes),
         "lower_bound_ms": plan.lower_bound_ms,
@@ -240,12 +253,15 @@ def _settings(plan: Plan) -> dict[str, list[str]]:
 def _explained(best: Candidate, other: Candidate) -> Iterator[str]:
     """Where the runner-up's time goes, beside the best one's, and which term makes most of the difference."""
     by = other.schedule.method if other.schedule else "its bound"
-    least = "" if other.schedule else "at least "
-    yield f"the runner-up takes {least}{other.least_ms / best.least_ms - 1:+.1%}: {other}, by {by}"
+    longer = other.least_ms / best.least_ms - 1
+    if other.schedule or longer > 0:
+        yield f"the runner-up takes {'' if other.schedule else 'at least '}{longer:+.1%}: {other}, by {by}"
+    else:
+        yield f"the runner-up has no schedule yet; its bound allows up to {-longer:.1%} less: {other}"
     yield f"{'s':>27}{'best':>10}{'runner-up':>11}{'more':>9}"
     ours, theirs = best.parts_ms, other.parts_ms
     for name, ms in ours.items():
-        yield f"{name:>27}{ms / S:10.3f}{theirs[name] / S:11.3f}{(theirs[name] - ms) / S:+9.3f}"
+        yield f"{name:>27}{ms / S:z10.3f}{theirs[name] / S:z11.3f}{(theirs[name] - ms) / S:+z9.3f}"
     more = {name: theirs[name] - ms for name, ms in ours.items()}
     most = max(more, key=lambda name: more[name])
     yield f"most of what it takes longer: {most}, {more[most] / S:+.3f} s"

@@ -11,9 +11,12 @@ from cyclopts.types import NonNegativeInt
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import gap, raises, reaches
-from optpipe.files import write_file
+from optpipe.files import read_text, write_file
 from optpipe.formats import export as exported_as
 from optpipe.formats import import_schedule
+from optpipe.formats.megatron import layer_counts
+from optpipe.formats.modules import AUTOMODEL, TORCHTITAN, read_parts
+from optpipe.formats.modules import complaints as module_complaints
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, ScheduleFile, certify, timed_ops
 from optpipe.schedule import check as complaints
@@ -23,12 +26,23 @@ from optpipe.show.svg import gantt
 from optpipe.show.terminal import chart
 from optpipe.show.trace import trace as trace_text
 from optpipe.text import printable
+from optpipe_cli.model import read_model
 from optpipe_cli.options import Flag, Json, NewFile, Output, ProblemPath, SchedulePath, require_writable
 from optpipe_cli.output import echo, new_console, print_json, sizes_text
 from optpipe_solver.bounds import lower_bound
 
 
-def check(problem: ProblemPath, schedule: SchedulePath, /, *, json: Json = False) -> None:
+def check(
+    problem: ProblemPath,
+    schedule: SchedulePath,
+    /,
+    *,
+    modules: Annotated[
+        Path | None, Parameter(help="A file with module_fqns_per_model_part, as torchtitan or AutoModel takes it.")
+    ] = None,
+    model: Annotated[str | None, Parameter(help="Its config.json, whose modules --modules is to have.")] = None,
+    json: Json = False,
+) -> None:
     """`optpipe check`."""
     posed, file, placed = _read(problem, schedule)
     is_filed = file.problem.sha256 == posed.sha256
@@ -46,7 +60,23 @@ def check(problem: ProblemPath, schedule: SchedulePath, /, *, json: Json = False
         wrong = wrong or _false_claims(file, placed)
         if not wrong:
             _bound_proven_here(file)
+    if model is not None and modules is None:
+        raise InputError(f"--model {model}: --modules names the file with the lists that are compared with it")
+    if modules is not None:
+        wrong = [*wrong, *_wrong_modules(placed.problem, modules, model)]
     _print_verdict(placed, wrong, json)
+
+
+def _wrong_modules(problem: Problem, path: Path, model: str | None) -> list[str]:
+    """What is wrong with the modules of each stage that a file has."""
+    if problem.layers is None:
+        raise InputError(f"--modules {path}: the problem has no layers, so that nothing says which a stage has")
+    counts = layer_counts(problem)
+    counts[0] -= 1  # the embedding
+    counts[-1] -= 1  # the head
+    own = read_model(model).modules if model is not None else None
+    parts = read_parts(read_text(path), str(path))
+    return [f"{path}: {each}" for each in module_complaints(parts, counts, (TORCHTITAN, own or AUTOMODEL))]
 
 
 def _bound_proven_here(file: ScheduleFile) -> float | None:

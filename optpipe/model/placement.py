@@ -234,14 +234,11 @@ def even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int,
     activation of one stage alone exceeds its device's memory. A layer takes the time of its F, B and W; where
     micro-batches differ, the sum of these times over all of them, and the largest activation.
     """
-    of_kind = {
-        id(c): (
-            np.sum(each_microbatch(lambda *ms: sum(ms), *(getattr(c, f) for f in COMPUTE_MS))),
-            np.max(c.activation_bytes),
-        )
-        for c in {id(c): c for c in layers}.values()
-    }
-    work, held = np.array([of_kind[id(c)] for c in layers], dtype=float).T
+    sizes = {}  # (work, bytes) of each kind of layer: a model has few
+    for c in {id(c): c for c in layers}.values():
+        times = (getattr(c, field) for field in COMPUTE_MS)
+        sizes[id(c)] = np.sum(each_microbatch(lambda *ms: sum(ms), *times)), np.max(c.activation_bytes)
+    work, held = np.array([sizes[id(c)] for c in layers], dtype=float).T
     upto, holds = (np.concatenate(([0.0], np.cumsum(x))) for x in (work, held))
     lasts = upto - upto[:, None]  # [i, j]: a stage of layers i to j - 1
     lasts[np.tril_indices(len(upto))] = np.inf  # no stage without a layer

@@ -10,6 +10,8 @@ import pytest
 
 from optpipe import InputError, OptPipeError, check, export_schedule
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
+from optpipe.formats.modules import AUTOMODEL
+from optpipe.model.ops import Kind
 from optpipe.options import SearchOptions
 from optpipe.transformer.calibrate import NAMES, UNEXPLAINED
 from optpipe.transformer.estimate import estimate
@@ -21,7 +23,7 @@ from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import Candidate, difference
-from optpipe_solver.planner.candidates import Question, candidates
+from optpipe_solver.planner.candidates import Question, Today, candidates, running
 from optpipe_solver.planner.search import Plan, PlanSearch, published
 from optpipe_solver.systems import generate
 
@@ -32,13 +34,15 @@ RESERVED = GPUS["A100"].reserved_bytes
 def question(memory_bytes: int = RESERVED + 3_200_000_000, **fields: object) -> Question:
     """Six layers on four GPUs, so little memory that activations decide."""
     gpu = GPUS["A100"].model_copy(update={"memory_bytes": memory_bytes, "gpus_per_node": 2})
-    return Question.from_dict({"model": SMALL, "gpu": gpu, "gpus": 4, "batch": 8, "run": Run(microbatches=1)} | fields)
+    asked = {"model": SMALL, "gpu": gpu, "gpus": 4, "batch": 8, "run": Run(microbatches=1), "margin": 0.0}
+    return Question.from_dict(asked | fields)
 
 
-def planned(asked: Question, gap: float = 0.0) -> Plan:
+def planned(asked: Question, gap: float = 0.0, today: str | None = None) -> Plan:
     """A plan without searches; its other work is counted, and there is enough of it for everything."""
     options = SearchOptions(time_limit_s=10_000.0, gap=gap)
-    return PlanSearch(asked, lambda problem, start, seconds: None, options, 1).run()
+    runs = Today.read(today) if today else None
+    return PlanSearch(asked, lambda problem, start, seconds: None, options, 1, runs).run()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,8 +76,10 @@ def everything(asked: Question) -> float:
 
 
 def test_it_finds_what_trying_everything_finds(found: Plan) -> None:
-    assert found.too_large > 0
-    assert found.ruled_out > found.looked_at > planned(question(), gap=0.3).looked_at
+    assert sum(found.counts) == len(found.ranked)
+    assert found.counts.too_large > 0
+    fewer = planned(question(), gap=0.3).counts.scheduled
+    assert found.counts.ruled_out > found.counts.scheduled > fewer
     assert found.best.iteration_ms == pytest.approx(everything(question()), rel=1e-9)
 
 
@@ -117,6 +123,100 @@ def test_activations_may_be_evicted_to_other_devices() -> None:
     assert "bpipe" not in {schedule.method for schedule in published(tight, "torch")}
 
 
+def test_what_is_not_named_of_today_is_the_stacks_default() -> None:
+    """However well another cp, ep or micro-batch would do; the replicas are what is left of the GPUs."""
+    asked = question(gpus=16, batch=16, model=MODELS["mixtral-8x7b"], gpu=GPUS["B200"], stack="megatron")
+    for text, division in {
+        "tp 2": (2, 1, 8, 1, 1),
+        "tp 1, pp 4, ep 4": (1, 4, 4, 4, 1),
+        "pp 2, cp 2": (1, 2, 4, 1, 2),
+        "tp 4, pp 2, ep 8": (4, 2, 2, 8, 1),  # over tp · dp, which needs etp 1
+    }.items():
+        found = running(Today.read(text), asked)
+        assert found.candidate.division == division
+        assert found.candidate.estimate.run.microbatch_size == 1
+        assert found.candidate.estimate.parallelism.zero == 1
+        assert ("cp 1" in found.assumed) == ("cp" not in text)
+    assert found.candidate.estimate.parallelism.etp == 1
+    flags = settings.megatron(replace(found.candidate, schedule=found.schedule))
+    assert "--expert-model-parallel-size 8" in flags
+    assert "--expert-tensor-parallel-size 1" in flags
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp 2, dp 4", "tp 2 · pp 1 · cp 1 · dp 4 are 8 GPUs, there are 4"),
+        ("tp 3", "tp 3 · pp 1 · cp 1 · dp 1 are 3 GPUs, there are 4"),
+        ("dp 4, sequences 3", "4 replicas of micro-batches of 3 sequences must divide the batch of 8"),
+        ("pp 4, zb-v, chunks 3", "chunks = 4: 12 stages|pp · chunks = 12"),
+        ("pp 2, zb-v, chunks 3", "zb-v is not a schedule of tp 1, pp 2"),
+        ("pp four", "'pp four' is neither a number of tp, pp"),
+    ],
+)
+def test_what_today_cannot_be_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        running(Today.read(text), question())
+
+
+def test_a_run_that_is_out_of_memory_gets_a_plan() -> None:
+    asked = question()
+    plan = planned(asked, today="pp 2, 1f1b")
+    assert plan.today
+    assert not plan.today.fits
+    assert plan.today.used_bytes > asked.gpu.memory_bytes
+    assert plan.best.schedule
+    assert max(plan.best.used_bytes(plan.best.schedule)) <= asked.gpu.memory_bytes
+    assert sum(plan.counts) == len(plan.ranked)
+    ample = planned(question(10 * asked.gpu.memory_bytes), today="pp 2, 1f1b").today
+    assert ample
+    assert ample.fits
+    assert (ample.used_bytes, ample.iteration_ms) == (plan.today.used_bytes, plan.today.iteration_ms)
+
+
+def test_the_same_division_is_tried_though_others_are_better() -> None:
+    plan = planned(question(10 * RESERVED), today="tp 2, pp 2, recompute full, sequences 2")
+    assert plan.today
+    assert plan.today.candidate.division != plan.best.division
+    same = next(c for c in plan.ranked if c.division == plan.today.candidate.division)
+    assert same.schedule
+    assert same.iteration_ms < plan.today.iteration_ms
+    assert same.estimate.run.recompute == "none"
+
+
+def test_a_margin_is_neither_held_nor_used() -> None:
+    whole, less = (candidates(question(margin=margin)) for margin in (0.0, 0.25))
+    by_name = {str(c): c for c in whole}
+    memory = question().gpu.memory_bytes
+    for candidate in less:
+        other = by_name[str(candidate)]
+        assert candidate.state_bytes == other.state_bytes
+        budgets = zip(candidate.estimate.devices, other.estimate.devices, strict=True)
+        assert all(b.budget - a.budget == memory - round(0.75 * memory) for a, b in budgets)
+
+
+def test_torch_splits_no_backward_of_replicas_and_holds_gradients_until_w() -> None:
+    plan = planned(question(9 * RESERVED, stack="torch", batch=16))
+    seen = set()
+    for candidate in plan.ranked:
+        if candidate.schedule:
+            parallelism = candidate.estimate.parallelism
+            whole = parallelism.dp * parallelism.cp > 1 or candidate.estimate.run.recompute == "full"
+            split = any(op.kind is Kind.W for program in candidate.schedule.programs for op in program.ops())
+            seen.add((whole, split))
+            problem = candidate.schedule.problem
+            assert problem.stack == "torch"
+            for s, stage in enumerate(problem.stages):
+                factor = candidate.estimate.torch_factor if s else 1.0
+                assert stage.saved_for_weight_bytes == pytest.approx(factor * stage.activation_bytes, rel=1e-6)
+    assert (True, False) in seen
+    assert (True, True) not in seen
+    alone = next(c for c in candidates(question(9 * RESERVED, stack="torch")) if c.division == (1, 4, 1, 1, 1))
+    tried = [alone.take(each) for each in published(alone, "torch")]
+    assert any(tried)
+    assert any(method.startswith("zb-") for method in alone.lengths)
+
+
 def test_more_memory_is_never_slower() -> None:
     """But for a percent: list scheduling may find less in more memory."""
     sizes = [RESERVED + size for size in (3_000_000_000, 3_200_000_000, 3_500_000_000, 4_000_000_000, 9_000_000_000)]
@@ -138,8 +238,8 @@ def test_a_search_of_its_own_takes_the_place_of_what_it_beats(found: Plan, monke
     plan = PlanSearch(question(), solve, options, 5).run()
     rounds = [asked.count(seconds) for seconds in dict.fromkeys(asked)]
     assert rounds == [5, 2]  # with cores to spare they become smaller, too
-    assert plan.solved == 5
-    assert len(asked) >= plan.solved
+    assert plan.searched == 5
+    assert len(asked) >= plan.searched
     assert plan.best.iteration_ms == found.best.iteration_ms
 
 
@@ -203,14 +303,15 @@ def test_too_little_time_is_said() -> None:
 def test_other_stacks_run_what_they_have() -> None:
     megatron = planned(question(stack="megatron"))
     assert {method for c in megatron.ranked for method in c.lengths} <= {"1f1b", "interleaved"}
-    assert megatron.left_open == 0
+    assert megatron.counts.left_open == 0
     assert megatron.best.iteration_ms == pytest.approx(everything(question(stack="megatron")), rel=1e-9)
     assert {c.estimate.parallelism.shape for c in megatron.ranked} == {"looped"}
     torch = planned(question(stack="torch"))
     assert torch.best.schedule
     assert export_schedule(torch.best.schedule, "torch-csv")
     assert {c.estimate.run.recompute for c in torch.ranked} == {"none", "full"}
-    assert torch.best.iteration_ms <= megatron.best.iteration_ms
+    ample = [planned(question(10 * RESERVED, stack=stack)).best.iteration_ms for stack in ("torch", "megatron")]
+    assert ample[0] <= ample[1]  # where torch's buffers do not matter
 
 
 def test_torch_has_no_pipeline_for_tied_models() -> None:
@@ -264,6 +365,11 @@ def test_experts_are_divided_over_replicas() -> None:
     asked = question(model=MODELS["mixtral-8x7b"], gpus=8, gpu=GPUS["H200"])
     divisions = {c.division for c in candidates(asked)}
     assert {ep for _, _, dp, ep, _ in divisions if dp == 8} == {1, 2, 4, 8}
+    for stack in ("megatron", "torch"):
+        every = candidates(asked.model_copy(update={"stack": stack}))
+        found = {(c.division[0], c.division[2], c.division[3], c.estimate.parallelism.etp) for c in every}
+        assert (2, 4, 8, 1) in found  # undivided experts over all GPUs of a stage
+        assert ((2, 4, 4, None) in found) == (stack == "megatron")  # torch divides no expert
 
 
 def test_context_parallelism_divides_what_replicas_cannot() -> None:
@@ -340,6 +446,20 @@ def test_settings_of_other_stacks() -> None:
     assert "--pipeline-model-parallel-layout 'Ett|tt|tt|L'" in flags
     assert "--microbatch-group-size-per-virtual-pipeline-stage 2" in flags
     assert "--untie-embeddings-and-output-weights" in flags
+
+
+def test_automodel_is_not_given_names_that_its_pipelines_do_not_know() -> None:
+    looped = placed(pp=2, tp=2, chunks=2, shape="looped")
+
+    def yaml(**changes: object) -> list[str]:
+        shape = looped.estimate.shape.model_copy(update=changes)
+        return settings.nemo(replace(looped, estimate=replace(looped.estimate, shape=shape)), "s.csv")
+
+    assert yaml(modules=AUTOMODEL) == yaml()
+    (line,) = yaml(modules=AUTOMODEL.model_copy(update={"layer": "transformer.h"}))
+    assert line.startswith("# no settings: the model's modules are model.embed_tokens, transformer.h.N, model.norm")
+    assert yaml(window=512)[0] == "# AutoModel 0.7.0 drops the window of 512 tokens in a pipeline: outputs are wrong"
+    assert yaml(window=512)[1:] == yaml()
 
 
 def test_without_a_pipeline_no_stage_is_told() -> None:

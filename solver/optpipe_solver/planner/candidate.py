@@ -3,16 +3,20 @@ than another (`difference`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log, sqrt
 from statistics import mean
 from typing import NamedTuple
 
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
+from optpipe.formats.stacks import with_whole_backwards
+from optpipe.formats.torch_memory import as_torch_holds, whole_backwards
 from optpipe.model.arrays import Floats
+from optpipe.model.ops import Kind
 from optpipe.model.placement import NAMES
 from optpipe.model.problem import Problem
+from optpipe.model.program import of_kinds
 from optpipe.model.records import one_for_all
 from optpipe.schedule import Schedule
 from optpipe.transformer.calibrate import UNEXPLAINED, gradient, ratio_variances
@@ -37,6 +41,10 @@ class Candidate:
 
     Attributes
     ----------
+    cannot
+        The fields of stages that a schedule may not use.
+    in_torch
+        Whether PyTorch's own pipelining runs it.
     bound_ms
         No iteration without evictions is shorter; `NO_SCHEDULE_MS` if memory admits none.
     schedule
@@ -49,6 +57,7 @@ class Candidate:
 
     estimate: Estimate
     cannot: tuple[str, ...] = ()
+    in_torch: bool = False
     bound_ms: float = 0.0
     schedule: Schedule | None = None
     start: Schedule | None = None
@@ -87,7 +96,7 @@ class Candidate:
     def needed_bytes(self) -> int:
         """What the fullest GPU needs for one micro-batch at a time, however it is relieved."""
         ample = self.estimate.with_memory(ROOMY)
-        least = zip(least_memory(self._allowed(ample.problem)), ample.devices, strict=True)
+        least = zip(least_memory(self._posed(ample.problem)), ample.devices, strict=True)
         return max(ROOMY - memory.budget + activations for activations, memory in least)
 
     @property
@@ -121,10 +130,17 @@ class Candidate:
             "the optimizer": estimate.optimizer_ms,
         }
 
+    @property
+    def has_whole_backwards(self) -> bool:
+        """Whether no backward may be split: in PyTorch's pipelining replicas then lose gradients, in DDP and where FSDP
+        has parts of a stage, and what is recomputed is computed again for each weight."""
+        degrees, run = self.estimate.parallelism, self.estimate.run
+        return self.in_torch and (degrees.dp * degrees.cp > 1 or run.recompute != "none")
+
     @cached_property
     def problem(self) -> Problem:
         """What is to be scheduled. Raises InputError if a device has no room for activations."""
-        return self._allowed(self.estimate.problem)
+        return self._posed(self.estimate.problem)
 
     @cached_property
     def evicting(self) -> Problem:
@@ -146,8 +162,14 @@ class Candidate:
             devices=tuple(device.model_copy(update={"peer": peer}) for device, peer in pairs), stages=tuple(stages)
         )
 
+    def _posed(self, problem: Problem) -> Problem:
+        """The problem of which every schedule is one for the stack."""
+        return with_whole_backwards(self._allowed(problem)) if self.has_whole_backwards else self._allowed(problem)
+
     def _allowed(self, problem: Problem) -> Problem:
         """The problem without what a schedule may not use."""
+        if self.in_torch:
+            problem = as_torch_holds(problem, self.estimate.torch_factor)
         if not self.cannot:
             return problem
         without = dict.fromkeys(self.cannot)
@@ -170,6 +192,10 @@ class Candidate:
 
     def take(self, schedule: Schedule) -> bool:
         """Keep what fits. Returns whether it is the best so far."""
+        if self.has_whole_backwards:
+            split = any(of_kinds(program.table, Kind.W).any() for program in schedule.programs)
+            method = f"{schedule.method} with whole backwards" if split else schedule.method
+            schedule = replace(whole_backwards(schedule).on(self._allowed(self.estimate.problem)), method=method)
         if schedule.compiled.complaints:
             return False
         better = self.with_step_end(schedule.makespan_ms) < self.iteration_ms
@@ -179,7 +205,7 @@ class Candidate:
             self.schedule = schedule
         evicts = any(stage.can_evict for stage in schedule.problem.stages)
         if not evicts and (self.start is None or shorter(schedule.makespan_ms, self.start.makespan_ms)):
-            self.start = schedule
+            self.start = schedule.on(self.problem)
         return better
 
     def __str__(self) -> str:
@@ -188,7 +214,9 @@ class Candidate:
         words = [f"tp {parallelism.tp}", f"pp {parallelism.pp}", f"dp {parallelism.dp}"]
         words += [f"cp {parallelism.cp}"] if parallelism.cp > 1 else []
         words += [f"ep {parallelism.ep}"] if parallelism.ep > 1 else []
-        words += [f"ZeRO {parallelism.zero}"] if parallelism.zero > 1 else []
+        words += [f"etp {parallelism.etp}"] if parallelism.etp else []
+        usual = parallelism.dp * parallelism.cp > 1  # ZeRO 1 with replicas
+        words += [f"ZeRO {parallelism.zero}"] if parallelism.zero != usual else []
         words += [f"{parallelism.chunks} chunks {NAMES[parallelism.shape]}"] if parallelism.chunks > 1 else []
         words += [f"{run.microbatches} × {run.microbatch_size} sequence{'s' * (run.microbatch_size > 1)}"]
         words += [f"recompute {run.recompute}"] if run.recompute != "none" else []

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd
@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import InputError
+from optpipe.formats.stacks import STACKS
 from optpipe.model.placement import Shape, even_cuts
 from optpipe.model.problem import MAX_MICROBATCHES
-from optpipe.model.records import OFFLOAD, RECOMPUTE, Document
+from optpipe.model.records import OFFLOAD, Document
 from optpipe.schedule import Schedule
-from optpipe.text import distinct_sizes
 from optpipe.transformer.estimate import Estimate, estimate, even_layers
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
@@ -29,8 +29,8 @@ from optpipe_solver.planner.candidate import ROOMY, Candidate
 from optpipe_solver.systems import SYSTEMS, generate
 
 Stack = Literal["optpipe", "torch", "megatron"]
-DEGREES = ("tp", "pp", "dp", "cp", "ep", "chunks", "sequences")  # sequences of one micro-batch
-_PART = re.compile(rf"({'|'.join(DEGREES)})[ =]*([1-9][0-9]{{0,5}})")
+DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "zero", "chunks", "sequences")  # sequences of one micro-batch
+_PART = re.compile(rf"({'|'.join(DEGREES)})[ =]*([0-9]{{1,6}})")
 
 
 class Question(Document):
@@ -45,6 +45,8 @@ class Question(Document):
     run
         What holds for all candidates: sequence, precision, attention. Its micro-batches and its recomputation are
         chosen, whatever they are here.
+    margin
+        The share of a GPU's memory that stays free.
     offload
         Whether activations may leave to the host.
     stack
@@ -59,15 +61,29 @@ class Question(Document):
     gpus: Annotated[int, Field(strict=True, ge=1, le=2**16)]
     batch: Annotated[int, Field(strict=True, ge=1, le=2**24)]
     run: Run
+    margin: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.05
     offload: bool = True
     stack: Stack = "optpipe"
 
     @property
     def cannot(self) -> tuple[str, ...]:
         """The fields of stages that say what a schedule may not use."""
-        if self.stack == "optpipe":
-            return () if self.offload else OFFLOAD
-        return (*OFFLOAD, *RECOMPUTE)
+        return STACKS[self.stack].cannot or (() if self.offload else OFFLOAD)
+
+    def candidate(self, estimated: Estimate) -> Candidate:
+        """One way to train the model with the stack."""
+        return Candidate(estimated, self.cannot, self.stack == "torch")
+
+    @property
+    def usable(self) -> Gpu:
+        """The GPU with the memory that may be used."""
+        return self.gpu.model_copy(update={"memory_bytes": round((1 - self.margin) * self.gpu.memory_bytes)})
+
+    def run_of(self, microbatches: int, size: int, recompute: Recompute) -> Run:
+        """The run of a replica with so many micro-batches. torch without compilers has no fused kernel for a gate."""
+        chosen = {"microbatches": microbatches, "microbatch_size": size, "recompute": recompute}
+        in_torch = {"keep_received": True, "fused": False} if self.stack == "torch" else {}
+        return self.run.model_copy(update=chosen | in_torch)
 
     @property
     def limit(self) -> str | None:
@@ -88,12 +104,12 @@ def candidates(question: Question) -> list[Candidate]:
     InputError
         If no division suits the number of GPUs, the model and the batch.
     """
-    every = [Candidate(estimated, question.cannot) for estimated in _estimates(question)]
+    every = [question.candidate(estimated) for estimated in _estimates(question)]
     if every:
         return sorted(every, key=lambda candidate: (candidate.bound_ms, candidate.estimate.parallelism.stages))
     model, gpus = question.model, question.gpus
     any_batch = question.model_copy(update={"batch": gpus})  # every dp divides it
-    replicas = sorted({division["dp"] for division in _divisions(any_batch)})
+    replicas = sorted({division.dp for division in _divisions(any_batch)})
     limit = f"; {question.limit}" if question.limit else ""
     if replicas:
         raise InputError(
@@ -108,15 +124,14 @@ def candidates(question: Question) -> list[Candidate]:
 
 def _estimates(question: Question) -> Iterator[Estimate]:
     """Yield every division with every micro-batch size and recomputation; each partition of the layers once."""
-    model, gpu = question.model, question.gpu
+    model, gpu = question.model, question.usable
     pieces: dict[tuple[Any, ...], Estimate] = {}
     balanced: dict[tuple[Any, ...], tuple[int, ...]] = {}
     for division in _divisions(question):
-        tp, pp, dp, ep, cp, zero = division.values()
+        pp, dp, cp, zero = division.pp, division.dp, division.cp, division.zero
         replica_batch = question.batch // dp
         parallelisms = [
-            Parallelism.from_dict(division | {"chunks": chunks, "shape": shape})
-            for chunks, shape in _shapes(question, pp)
+            division.model_copy(update={"chunks": chunks, "shape": shape}) for chunks, shape in _shapes(question, pp)
         ]
         least = pp if question.stack == "torch" else 1  # AutoModel refuses fewer micro-batches than ranks
         sizes = (
@@ -127,9 +142,17 @@ def _estimates(question: Question) -> Iterator[Estimate]:
         )
         for size in sizes:
             for recompute in _recomputations(question):
-                chosen = {"microbatches": replica_batch // size, "microbatch_size": size, "recompute": recompute}
-                run = question.run.model_copy(update=chosen)
-                costs = tp, ep, cp, (dp, zero) if zero > 1 else None, size, recompute, pp == question.gpus
+                run = question.run_of(replica_batch // size, size, recompute)
+                costs = (
+                    division.tp,
+                    division.ep,
+                    division.etp,
+                    cp,
+                    (dp, zero) if zero > 1 else None,
+                    size,
+                    recompute,
+                    pp == question.gpus,
+                )
                 if costs not in pieces:
                     pieces[costs] = estimate(model, parallelisms[0], gpu, run)
                 for even in parallelisms:
@@ -145,8 +168,8 @@ def _estimates(question: Question) -> Iterator[Estimate]:
                         yield estimated.divided(even.model_copy(update={"layers": balanced[key]}), run)
 
 
-def _divisions(question: Question) -> Iterator[dict[str, int]]:
-    """Yield tp, pp, dp, ep, cp and ZeRO's stage.
+def _divisions(question: Question) -> Iterator[Parallelism]:
+    """Yield the divisions with one stage a device.
 
     Tensor parallelism stays within a node. Context parallelism gives each GPU two parts of a sequence, one from each
     end, so that causal attention takes all the same time; only flash attention can be divided so. The other stacks
@@ -164,9 +187,19 @@ def _divisions(question: Question) -> Iterator[dict[str, int]]:
                 if pp > 1 and question.limit:
                     continue
                 if pp <= model.layers and question.batch % dp == 0 and max(pp, dp) <= tuning.MOST_DEGREE:
-                    for ep in _divisors(gcd(dp * cp, model.experts)) if model.experts else (1,):
+                    for ep, etp in _expert_divisions(question, tp, dp * cp):
                         for zero in _zeros(question, pp, dp * cp):
-                            yield {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "zero": zero}
+                            yield Parallelism(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp, cp=cp, zero=zero)
+
+
+def _expert_divisions(question: Question, tp: int, replicas: int) -> Iterator[tuple[int, int | None]]:
+    """Yield ep and etp. torchtitan and AutoModel divide no expert that is not on all GPUs of a stage."""
+    experts = question.model.experts
+    for ep in _divisors(gcd(tp * replicas, experts)) if experts else (1,):
+        if replicas % ep == 0 and (question.stack != "torch" or ep == 1):
+            yield ep, None
+        if (tp > 1 and ep > 1) or (question.stack == "torch" and ep > 1):
+            yield ep, 1
 
 
 def _zeros(question: Question, pp: int, replicas: int) -> tuple[int, ...]:
@@ -177,13 +210,12 @@ def _zeros(question: Question, pp: int, replicas: int) -> tuple[int, ...]:
 
 
 def _shapes(question: Question, pp: int) -> Iterator[tuple[int, Shape]]:
-    """Yield chunks and shapes. Of V-shaped ones torch places two, Megatron none."""
+    """Yield chunks and shapes that the stack places."""
     yield 1, "looped"
     for chunks in range(2, tuning.CHUNKS + 1) if pp > 1 else ():
         if pp * chunks <= question.model.layers:
-            yield chunks, "looped"
-            if question.stack == "optpipe" or (question.stack == "torch" and chunks == 2):
-                yield chunks, "v"
+            shapes: tuple[Shape, ...] = ("looped", "v")
+            yield from ((chunks, shape) for shape in shapes if STACKS[question.stack].places(chunks, shape))
 
 
 def _recomputations(question: Question) -> tuple[Recompute, ...]:
@@ -199,25 +231,25 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Today:
-    """A division as far as it is given, and the published schedule that runs on it."""
+    """What runs today: degrees that are named, and the published schedule. What is not named is the stack's default."""
 
     text: str
     degrees: Mapping[str, int]
     method: str = "1f1b"
-    recompute: str = "none"
+    recompute: Recompute = "none"
 
     @classmethod
     def read(cls, text: str) -> Today:
         """Read parts with commas between. Raises InputError for one that is none of them."""
         degrees: dict[str, int] = {}
-        method, recompute = "1f1b", "none"
+        method, recompute = "1f1b", LEVELS[0]
         for part in (part.strip().lower() for part in text.split(",")):
             if found := _PART.fullmatch(part):
                 degrees[found[1]] = int(found[2])
             elif part in SYSTEMS:
                 method = part
             elif part.startswith("recompute ") and part.split()[-1] in LEVELS:
-                recompute = part.split()[-1]
+                recompute = next(level for level in LEVELS if part.endswith(f" {level}"))
             else:
                 raise InputError(
                     f"today = {text!r}: {part!r} is neither a number of {', '.join(DEGREES)} such as pp 4, nor a "
@@ -225,24 +257,57 @@ class Today:
                 )
         return cls(text, degrees, method, recompute)
 
-    def is_one(self, candidate: Candidate) -> bool:
-        """Whether a candidate is divided so; what is not given is free, but for chunks and layers."""
-        parallelism, run = candidate.estimate.parallelism, candidate.estimate.run
-        has = {"sequences": run.microbatch_size, **parallelism.model_dump(include=set(DEGREES))}
-        asked = dict(self.degrees)
-        if self.method == "1f1b":
-            asked.setdefault("chunks", 1)
-        even = not parallelism.layers and parallelism.zero <= 1
-        return even and run.recompute == self.recompute and all(has[name] == degree for name, degree in asked.items())
+    def estimates(self, question: Question) -> Iterator[Estimate]:
+        """Yield the estimates of the stages that the schedule may be for. Raises InputError if there is no such
+        division of the question's GPUs, batch and model."""
+        named = dict(self.degrees)
+        size, chunks = named.pop("sequences", 1), named.pop("chunks", None)
+        degrees = {"tp": 1, "pp": 1, "cp": 1, "ep": 1} | named
+        if question.limit and degrees["pp"] > 1:
+            raise InputError(f"today = {self.text!r}: {question.limit}")
+        one = degrees["tp"] * degrees["pp"] * degrees["cp"]
+        dp = degrees.setdefault("dp", question.gpus // max(1, one))
+        replicas = dp * degrees["cp"]
+        if one * dp != question.gpus:
+            words = " · ".join(f"{name} {degrees[name]}" for name in ("tp", "pp", "cp", "dp"))
+            raise InputError(f"today = {self.text!r}: {words} are {one * dp} GPUs, there are {question.gpus}")
+        if not size or question.batch % (dp * size):
+            raise InputError(
+                f"today = {self.text!r}: {dp} replicas of micro-batches of {size} sequences must divide the batch of "
+                f"{question.batch}"
+            )
+        if degrees["ep"] > 1 and (question.stack == "torch" or replicas % degrees["ep"]):
+            degrees.setdefault("etp", 1)
+        degrees.setdefault("zero", _zeros(question, degrees["pp"], replicas)[-1 if question.stack == "torch" else 0])
+        run = question.run_of(question.batch // dp // size, size, self.recompute)
+        for count in (chunks,) if chunks is not None else (1, 2):
+            shapes: tuple[Shape, ...] = ("looped", "v")
+            for shape in shapes if count != 1 else shapes[:1]:
+                division = Parallelism.from_dict(degrees | {"chunks": count, "shape": shape}, f"today = {self.text!r}")
+                yield estimate(question.model, division, question.usable, run)
 
 
 @dataclass(frozen=True)
 class Running:
-    """What runs today by the cost model: its iteration in ms, and what its fullest GPU needs in bytes."""
+    """What runs today by the cost model, whether it fits or not.
+
+    Attributes
+    ----------
+    schedule
+        On GPUs of any memory.
+    used_bytes
+        What its fullest GPU needs.
+    has_bytes
+        The GPU's memory.
+    assumed
+        What was not named, such as `cp 1`.
+    """
 
     candidate: Candidate
     schedule: Schedule
     used_bytes: int
+    has_bytes: int
+    assumed: tuple[str, ...]
 
     @property
     def iteration_ms(self) -> float:
@@ -250,31 +315,22 @@ class Running:
 
     @property
     def fits(self) -> bool:
-        return self.used_bytes <= self.candidate.estimate.gpu.memory_bytes
+        return self.used_bytes <= self.has_bytes
 
 
-def running(today: Today, candidates: Sequence[Candidate]) -> Running:
-    """The shortest iteration of what today can mean, if any fits the memory, else the one that needs least of it.
-
-    Raises InputError if no candidate is divided so, or none has room for an activation and this schedule.
-    """
-    divided = [candidate for candidate in candidates if today.is_one(candidate)]
-    if not divided:
-        raise InputError(f"today = {today.text!r}: these GPUs, this batch and this model cannot be divided so")
-    every = []
-    for candidate in divided:
-        with suppress(OptPipeError):  # no room for any activation, or not a schedule of these stages
-            if SYSTEMS[today.method].placement(candidate.problem, "keep") is None:
-                schedule = generate(today.method, candidate.problem)
-                every.append(Running(candidate, schedule, max(candidate.used_bytes(schedule))))
-    if every:
-        return min(every, key=lambda each: (0, each.iteration_ms) if each.fits else (1, each.used_bytes))
-    least = min(divided, key=lambda candidate: candidate.state_bytes)
-    has = least.estimate.gpu.memory_bytes
-    if least.state_bytes < has:
-        raise InputError(f"today = {today.text!r}: {today.method} is not a schedule of {least}")
-    held, whole = distinct_sizes(least.state_bytes, has)
-    raise InputError(
-        f"today = {today.text!r}: with {least}, a GPU holds {held} without any activation, margin included, and has "
-        f"{whole}"
-    )
+def running(today: Today, question: Question) -> Running:
+    """What today means. Raises InputError if nothing can be divided so, or its schedule is for other stages."""
+    estimated = None
+    for estimated in today.estimates(question):
+        ample = question.candidate(estimated.with_memory(ROOMY))
+        with suppress(InputError):  # not a schedule of these stages
+            if SYSTEMS[today.method].placement(ample.problem, "keep") is None:
+                schedule = generate(today.method, ample.problem)
+                needs = max(ample.used_bytes(schedule))
+                has = estimated.parallelism.model_dump() | {"sequences": estimated.run.microbatch_size}
+                names = ("tp", "pp", "dp", "cp", *["ep"] * (question.model.experts > 0), "sequences")
+                assumed = tuple(f"{name} {has[name]}" for name in names if name not in today.degrees)
+                candidate = question.candidate(estimated)
+                return Running(candidate, schedule, needs, question.gpu.memory_bytes, assumed)
+    assert estimated
+    raise InputError(f"today = {today.text!r}: {today.method} is not a schedule of {Candidate(estimated)}")

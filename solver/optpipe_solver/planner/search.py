@@ -7,19 +7,23 @@ each in rounds of fewer candidates and more time (successive halving, Jamieson a
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.formats.megatron import has_order
+from optpipe.formats.stacks import STACKS
+from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.options import EffortOptions
 from optpipe.results import Result
 from optpipe.schedule import Schedule
+from optpipe.transformer.records import Parallelism, Run
 from optpipe_solver import tuning
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
@@ -30,11 +34,20 @@ from optpipe_solver.planner.candidates import Question, Running, Stack, Today, c
 from optpipe_solver.systems import SYSTEMS, generate
 
 GB = 1e9
-MEGATRON = ("1f1b", "interleaved")  # the schedules that Megatron-LM has
 Progress = Literal["bounds", "published schedules", "list scheduling", "searches"]
 # Searches a candidate's schedule, from another one, for so many seconds. Returns None, or raises OptPipeError, if
 # nothing came of it.
 Solve = Callable[[Problem, Schedule | None, float], Result | None]
+
+
+class Counts(NamedTuple):
+    """Candidates that have no room for one micro-batch or for any schedule of the stack; those that have no schedule
+    because of their bounds, or because time was up; and those with a schedule that fits."""
+
+    too_large: int
+    ruled_out: int
+    left_open: int
+    scheduled: int
 
 
 @dataclass(frozen=True)
@@ -45,10 +58,8 @@ class Plan:
     ----------
     ranked
         All candidates, the shortest iteration first, then the lowest bounds.
-    too_large
-        How many of them have no room for one micro-batch, or for any schedule of the stack.
-    looked_at, solved
-        How many were given schedules, whether they fit or not; how many were searched.
+    searched
+        How many of them were searched.
     gap
         Candidates that could be shorter by no more than this share were ruled out.
     notes
@@ -57,9 +68,7 @@ class Plan:
 
     question: Question
     ranked: tuple[Candidate, ...]
-    too_large: int
-    looked_at: int
-    solved: int
+    searched: int
     gap: float
     time_s: float
     notes: tuple[str, ...]
@@ -70,18 +79,19 @@ class Plan:
         return self.ranked[0]
 
     @property
-    def ruled_out(self) -> int:
-        """How many candidates were left without a schedule because of their bounds."""
-        return sum(c.schedule is None and self._limit_ms <= c.bound_ms < NO_SCHEDULE_MS for c in self.ranked)
+    def counts(self) -> Counts:
+        """How many candidates came to what; each is counted once."""
+        bounds = [c.bound_ms for c in self.ranked if c.schedule is None]
+        too_large = sum(ms >= NO_SCHEDULE_MS for ms in bounds)
+        left_open = sum(shorter(ms, self.best.iteration_ms * (1 - self.gap)) for ms in bounds)
+        ruled_out = len(bounds) - too_large - left_open
+        return Counts(too_large, ruled_out, left_open, len(self.ranked) - len(bounds))
 
     @property
-    def left_open(self) -> int:
-        """How many other candidates could still be shorter by more than the gap: there was no time for them."""
-        return sum(c is not self.best and c.bound_ms < self._limit_ms for c in self.ranked)
-
-    @property
-    def _limit_ms(self) -> float:
-        return self.best.iteration_ms * (1 - self.gap)
+    def may_be_shorter(self) -> list[float]:
+        """By which shares other candidates may still be shorter than the best, as far as their bounds allow."""
+        best_ms = self.best.iteration_ms
+        return [1 - c.bound_ms / best_ms for c in self.ranked if c is not self.best and shorter(c.bound_ms, best_ms)]
 
     @property
     def lower_bound_ms(self) -> float:
@@ -125,11 +135,10 @@ class PlanSearch:
         self.question, self.options, self._today = question, options, today
         self.phase: Progress = "bounds"
         self.best: Candidate | None = None
-        self.solved = self.too_large = 0
+        self.solved = 0
         self.notes: list[str] = []
         self.cancelled = False
         self.candidates: list[Candidate] = []
-        self._looked_at = set[Candidate]()
         self._solve, self._side_by_side = solve, side_by_side
         self._clock = Clock(options.time_limit_s)
 
@@ -142,10 +151,9 @@ class PlanSearch:
             If no division suits the question, none fits the memory, or nothing runs as `today` has it.
         """
         self.candidates = candidates(self.question)
-        runs = running(self._today, self.candidates) if self._today else None
+        runs = running(self._today, self.question) if self._today else None
         if runs:
-            for schedule in (runs.schedule, *published(runs.candidate, self.question.stack)):
-                self._take(runs.candidate, schedule)
+            runs = self._with_today(runs)
         self._publish()
         if self.question.stack != "megatron":
             self._list()
@@ -153,20 +161,37 @@ class PlanSearch:
         if self.best is None:
             raise InputError(_why_none(self.question, self.candidates, self.options.time_limit_s))
         ranked = sorted(self.candidates, key=lambda c: (c.schedule is None, c.least_ms))
-        counts = self.too_large, self.looked_at, self.solved
-        return Plan(
-            self.question, tuple(ranked), *counts, self.options.gap, self._clock.passed_s, tuple(self.notes), runs
-        )
+        passed_s = self._clock.passed_s
+        return Plan(self.question, tuple(ranked), self.solved, self.options.gap, passed_s, tuple(self.notes), runs)
+
+    def _with_today(self, runs: Running) -> Running:
+        """Begin with what runs today: it is one of the candidates."""
+
+        def division(candidate: Candidate) -> tuple[Parallelism, Run]:
+            return candidate.estimate.parallelism, candidate.estimate.run
+
+        today = next((c for c in self.candidates if division(c) == division(runs.candidate)), runs.candidate)
+        if today is runs.candidate:
+            bisect.insort(self.candidates, today, key=lambda c: c.bound_ms)
+        self._examine(today)
+        if today.bound_ms < NO_SCHEDULE_MS:
+            self._take(today, runs.schedule.on(today.problem))
+        seconds = tuning.PUBLISHED_SHARE / 2 * self._clock.left_s
+        clock = Clock(seconds, counts=True, wall_s=seconds, whole=self._clock)
+        shortest = NO_SCHEDULE_MS  # of what is divided so, though other divisions may be better
+        for candidate in (c for c in self.candidates if c.division == today.division):
+            if not clock.over and shorter(candidate.bound_ms, shortest):
+                self._examine(candidate)
+                for schedule in published(candidate, self.question.stack) if candidate.bound_ms < shortest else ():
+                    clock.count(_ops(candidate) // tuning.PUBLISHED_SPEED)
+                    self._take(candidate, schedule)
+                shortest = min(shortest, candidate.iteration_ms)
+        return replace(runs, candidate=today)
 
     def cancel(self) -> None:
         """End the search soon; `run` returns the best so far. Searches of single candidates are not ended."""
         self.cancelled = True
         self._clock.stop()
-
-    @property
-    def looked_at(self) -> int:
-        """How many candidates have been given schedules."""
-        return len(self._looked_at)
 
     def may_win(self, candidate: Candidate) -> bool:
         """Whether its bound allows it to be shorter than the best by more than the gap."""
@@ -207,7 +232,6 @@ class PlanSearch:
         """Try all published schedules, until one is so short that the bound allows no gain."""
         if not self.may_win(candidate):
             return
-        self._looked_at.add(candidate)
         for schedule in published(candidate, self.question.stack):
             clock.count(_ops(candidate) // tuning.PUBLISHED_SPEED)
             self._take(candidate, schedule)
@@ -215,7 +239,6 @@ class PlanSearch:
                 return
         if self.question.stack == "megatron":  # it has no other schedules
             candidate.bound_ms = candidate.iteration_ms
-            self.too_large += candidate.schedule is None
 
     def _list(self) -> None:
         """Try list scheduling, which keeps within memory, on what may still win; the memory's bound rules out more."""
@@ -233,7 +256,6 @@ class PlanSearch:
                     schedule = next(STREAMS["adaoffload"](candidate.problem, "makespan"), None)
                 except OptPipeError:  # a policy that finds no way through proves nothing
                     continue
-                self._looked_at.add(candidate)
                 if schedule:
                     self._take(candidate, schedule)
 
@@ -268,9 +290,8 @@ class PlanSearch:
 
     def _examine(self, candidate: Candidate) -> None:
         """Find out whether it fits, and raise its bound to that of its stages."""
-        if candidate.state_bytes >= self.question.gpu.memory_bytes or infeasibility(candidate.problem):
+        if candidate.state_bytes >= self.question.usable.memory_bytes or infeasibility(candidate.problem):
             candidate.bound_ms = NO_SCHEDULE_MS
-            self.too_large += 1
         else:
             candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(trivial_bound(candidate.problem)))
 
@@ -306,13 +327,14 @@ def _why_none(question: Question, candidates: Sequence[Candidate], time_limit_s:
         needs = candidate.needed_bytes, candidate.estimate.parallelism.stages
         if needs < least:
             nearest, least = candidate, needs
-    who, has = f"gpus = {question.gpus}: no division fits: with {nearest},", question.gpu.memory_bytes
+    who, has = f"gpus = {question.gpus}: no division fits: with {nearest},", question.usable.memory_bytes
     limit = f"; {question.limit}" if question.limit else ""
+    beside = f" beside the margin of {question.margin:g}" if question.margin else ""
     if least[0] <= has:
         return f"{who} one micro-batch fits, but no schedule that {question.stack} has{limit}"
     return (
         f"{who} a GPU needs {least[0] / GB:.1f} GB for one micro-batch at a time, {nearest.state_bytes / GB:.1f} of it "
-        f"without any activation, and has {has / GB:.1f}; more GPUs, larger ones or a smaller model would "
+        f"without any activation, and has {has / GB:.1f}{beside}; more GPUs, larger ones or a smaller model would "
         f"fit{limit}"
     )
 
@@ -324,14 +346,15 @@ def _ops(candidate: Candidate) -> int:
 def published(candidate: Candidate, stack: Stack) -> Iterator[Schedule]:
     """Yield the published schedules for these stages, 1F1B first, whether they fit or not; of our runtime, which
     evicts, BPipe, too."""
-    names = MEGATRON if stack == "megatron" else dict.fromkeys((*MEGATRON, *reversed(SYSTEMS)))
+    runs = STACKS[stack]
+    names = runs.own if runs.only_own else dict.fromkeys(("1f1b", "interleaved", *reversed(SYSTEMS)))
     for name in names:
         try:
-            problem = candidate.evicting if name == "bpipe" and stack == "optpipe" else candidate.problem
+            problem = candidate.evicting if name == "bpipe" and Kind.E in runs.kinds else candidate.problem
             if SYSTEMS[name].placement(problem, "keep") is None:
                 schedule = generate(name, problem)
                 _ = schedule.makespan_ms
-                if stack != "megatron" or has_order(schedule):  # groups that m does not divide are ours alone
+                if not runs.only_own or has_order(schedule):  # groups that m does not divide are ours alone
                     yield schedule
         except OptPipeError:  # the paper excludes the problem, or the schedule cannot run
             continue

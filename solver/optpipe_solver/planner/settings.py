@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import shlex
-from typing import NamedTuple
 
+from optpipe.formats import modules
 from optpipe.formats.megatron import write as megatron_arguments
 from optpipe.formats.torch_csv import schedule_placing
 from optpipe.transformer.estimate import Estimate
+from optpipe.transformer.records import ModuleNames
 from optpipe_solver.planner.candidate import Candidate
 
 OPTIONAL = ("cp", "ep")  # degrees that are written only where they divide something
@@ -35,29 +36,6 @@ MEGATRON = {
 }
 
 
-class Modules(NamedTuple):
-    """What a stack calls the modules of a model: those of the first stage, a layer, those of the last, and those that
-    every stage has."""
-
-    first: str
-    layer: str
-    last: tuple[str, ...]
-    every: tuple[str, ...] = ()
-
-    def of_stages(self, estimate: Estimate) -> list[list[str]]:
-        """The modules of each stage."""
-        head = estimate.shape.layers + 1
-
-        def name(piece: int) -> tuple[str, ...]:
-            return (self.first,) if piece == 0 else self.last if piece == head else (f"{self.layer}.{piece - 1}",)
-
-        return [[*(word for piece in pieces for word in name(piece)), *self.every] for pieces in estimate.stages]
-
-
-TORCHTITAN_MODULES = Modules("tok_embeddings", "layers", ("norm", "lm_head"))
-NEMO_MODULES = Modules("model.embed_tokens", "model.layers", ("model.norm", "lm_head"), ("model.rotary_emb",))
-
-
 def torchtitan(candidate: Candidate, csv: str) -> list[str]:
     """Return its flags, the last ones of a command; `csv` is the file with the schedule's compute actions
     (docs/stacks.md).
@@ -73,7 +51,7 @@ def torchtitan(candidate: Candidate, csv: str) -> list[str]:
     if parallelism.pp > 1 or parallelism.ep > 1:
         flags.append("--training.disable_cuda_graphs")
     if parallelism.pp > 1:
-        parts = " ".join(",".join(names) for names in TORCHTITAN_MODULES.of_stages(estimate))
+        parts = " ".join(",".join(names) for names in _parts(estimate, modules.TORCHTITAN))
         flags += [
             f"--parallelism.pipeline_parallel_microbatch_size {run.microbatch_size}",
             f"--parallelism.pipeline_parallel_schedule {schedule_placing(parallelism.chunks, parallelism.shape)}",
@@ -84,10 +62,19 @@ def torchtitan(candidate: Candidate, csv: str) -> list[str]:
 
 
 def nemo(candidate: Candidate, csv: str) -> list[str]:
-    """Return the lines of a recipe's YAML, with the names of modules that models of transformers have."""
+    """Return the lines of a recipe's YAML. Its pipelines know modules by the names that most models of transformers
+    have; for others there is only a comment."""
     estimate = candidate.estimate
-    parallelism, run = estimate.parallelism, estimate.run
-    lines = [
+    parallelism, run, own = estimate.parallelism, estimate.run, estimate.shape.modules
+    lines = []
+    if parallelism.pp > 1 and own not in (None, modules.AUTOMODEL):
+        named, known = (", ".join((*each.first, f"{each.layer}.N", *each.last)) for each in (own, modules.AUTOMODEL))
+        return [f"# no settings: the model's modules are {named}, pipelines of AutoModel take {known}"]
+    if parallelism.pp > 1 and estimate.shape.window:
+        lines.append(
+            f"# AutoModel 0.7.0 drops the window of {estimate.shape.window} tokens in a pipeline: outputs are wrong"
+        )
+    lines += [
         *("step_scheduler:", *_numbers(estimate, NEMO_STEP), f"  local_batch_size: {_local_batch(estimate)}"),
         *("distributed:", "  strategy: fsdp2", *_numbers(estimate, NEMO)),
     ]
@@ -105,7 +92,7 @@ def nemo(candidate: Candidate, csv: str) -> list[str]:
             f"    pp_microbatch_size: {run.microbatch_size}",
             f"    pp_batch_size: {run.microbatches * run.microbatch_size}",
             "    module_fqns_per_model_part:",
-            *(f"    - [{', '.join(names)}]" for names in NEMO_MODULES.of_stages(estimate)),
+            *(f"    - [{', '.join(names)}]" for names in _parts(estimate, modules.AUTOMODEL)),
         ]
     return lines
 
@@ -118,6 +105,7 @@ def megatron(candidate: Candidate) -> list[str]:
     if parallelism.pp > 1 and candidate.schedule:
         arguments = (line.split(" ") for line in megatron_arguments(candidate.schedule).splitlines())
         flags += [f"{name} {shlex.quote(value)}" for name, value in arguments]
+    flags += [f"--expert-tensor-parallel-size {parallelism.etp}"] if parallelism.etp else []
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
     flags += ["--use-distributed-optimizer"] if parallelism.zero else []
     flags += [] if estimate.shape.tied else ["--untie-embeddings-and-output-weights"]
@@ -126,6 +114,11 @@ def megatron(candidate: Candidate) -> list[str]:
     elif run.recompute == "selective":
         flags.append("--recompute-granularity selective")
     return flags
+
+
+def _parts(estimate: Estimate, names: ModuleNames) -> list[list[str]]:
+    """The modules of each stage."""
+    return modules.parts_of(names, [sum(estimate.pieces[i].is_layer for i in stage) for stage in estimate.stages])
 
 
 def _local_batch(estimate: Estimate) -> int:
