@@ -15,15 +15,8 @@ from optpipe_server import Settings
 from optpipe_server.database import Database
 from optpipe_server.database.keys import SCOPES
 from optpipe_server.http.server import Server
-from optpipe_server.work import solve
 
 Shared = tuple[str, Server]
-
-
-@pytest.fixture(autouse=True)
-def not_nicer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Solvers as urgent as everything else: on a busy machine a nicer one would get no time for minutes."""
-    monkeypatch.setattr(solve, "NICER", 0)
 
 
 @pytest.fixture

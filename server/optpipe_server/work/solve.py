@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ import structlog
 from optpipe.anytime import Search, search
 from optpipe.errors import InputError
 from optpipe.process import process_tree
-from optpipe.process.background import NICER
 from optpipe.results import Result, merged
 from optpipe_server import metrics
 from optpipe_server.database import Searches
@@ -188,7 +186,7 @@ class Solve:
                 "seed": (options.seed + self.claim.attempt - 1) % 2**31,
             }
             asked = options.model_copy(update=changed)
-            self._search = search(self.claim.problem, asked, self.claim.best, admit=_yield_to_the_service)
+            self._search = search(self.claim.problem, asked, self.claim.best, admit=_first_to_go)
             return self._search
 
     def _commit(self, result: Result) -> None:
@@ -266,10 +264,8 @@ class Solve:
                 return result
 
 
-def _yield_to_the_service(pid: int) -> None:
-    """Let the service's own requests go before a solver's process, and the kernel end it first if memory is out."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
+def _first_to_go(pid: int) -> None:
+    """Let the kernel end a solver's process before the service's own ones if memory is out."""
     with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
         file.write(str(FIRST_TO_GO))
 

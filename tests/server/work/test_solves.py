@@ -18,7 +18,6 @@ from support.service.work import Work, problem, sound, start
 
 from optpipe import Problem, Result, anytime, solvers
 from optpipe.process import process_tree
-from optpipe.process.background import NICER
 from optpipe_server.database import InitialResult, Searches
 from optpipe_server.database.changes import MissingError, StaleError
 from optpipe_server.database.jobs import options_of
@@ -181,31 +180,26 @@ def test_a_worker_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
     sound(work.database)
 
 
-def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solve, "NICER", 3)
+def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     job_id = work.submit("pid", problem(name=str(file)))
     with work.worker() as worker:
         work.found(job_id)
         pid = int(file.read_text())
-        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0), "as urgent as all else"
         work.jobs.purge(job_id)
         until(lambda: not worker.solves.running() and over(pid))
     with pytest.raises(MissingError):
         work.job(job_id)
 
 
-def test_limits_reach_the_solver_and_a_job_has_no_more_than_its_worker(
-    local: Work, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(solve, "NICER", NICER)
+def test_limits_reach_the_solver_and_a_job_has_no_more_than_its_worker(local: Work) -> None:
     less, more = (local.submit("tells", time_limit_s=20.0, threads=t, memory_mib=m) for t, m in ((2, 400), (64, 4000)))
     with local.worker(solves=1, threads=8, memory_mib=800):
         local.ended(less)
         local.ended(more)
-    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
-    assert f"threads 2, memory 350, nice {nice}, 20 s" in local.lines(less)
-    assert f"threads 8, memory 700, nice {nice}, 20 s" in local.lines(more)
+    assert "threads 2, memory 350, 20 s" in local.lines(less)
+    assert "threads 8, memory 700, 20 s" in local.lines(more)
     assert [line for line in local.lines(less) + local.lines(more) if "the search gets" in line] == [
         "threads = 64: the search gets 8 on this worker",
         "memory_mib = 4000: the search gets 800 on this worker",

@@ -72,6 +72,7 @@ def main() -> None:
         sys.exit("boom")
     if method == "silent":
         time.sleep(600)
+    frame(type="ready")
     if method == "unknown":
         frame(type="refused", reason="method = 'unknown': there is none of that name")
         return
@@ -84,10 +85,7 @@ def main() -> None:
     if method == "invalid":
         incumbent("liar", ["0F0", "1F0"])
     if method == "tells":
-        limits = (
-            f"threads {request['threads']}, memory {request.get('memory_mib')}, nice {os.nice(0)}, "
-            f"{request['time_limit_s']:.0f} s"
-        )
+        limits = f"threads {request['threads']}, memory {request.get('memory_mib')}, {request['time_limit_s']:.0f} s"
         frame(type="note", text=limits)
     if method == "steps":
         for name, programs in steps(m, request.get("warm_start", {}).get("programs")):

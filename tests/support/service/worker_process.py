@@ -18,7 +18,7 @@ from optpipe.process import process_tree
 from optpipe_server import Settings
 from optpipe_server.database import Database
 from optpipe_server.service_cache import ServiceCache
-from optpipe_server.work import make_worker, solve
+from optpipe_server.work import make_worker
 from optpipe_server.work.worker import work
 
 LOST_S, HEARTBEAT_S = 2.0, 0.3
@@ -60,7 +60,6 @@ def worker_process(url: str, name: str, cache: Path, deaf: bool = False) -> Iter
 
 def main(url: str, name: str, cache: str) -> None:
     solvers.installed().SEARCH = "support.fakes.solver"
-    solve.NICER = 0  # see `not_nicer`
     settings = Settings(
         database=url, cache=Path(cache), pack=None, solves=2, threads=2, heartbeat_s=HEARTBEAT_S, lost_s=LOST_S
     )
