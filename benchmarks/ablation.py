@@ -37,7 +37,7 @@ from optpipe_solver.portfolio import Portfolio, engine_runs, heuristic_runs  # n
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "ablation.jsonl"
 ENGINES = tuple(dict.fromkeys(run.engine for run in tuning.AUTO))
-HEURISTICS = (*tuning.HEURISTICS, "published")
+HEURISTICS = (tuning.HEURISTIC, "published")
 KEYS = ("problem", "sha256", "seconds", "heuristics", "without")
 
 
@@ -123,7 +123,7 @@ def run_heuristics(portfolio: Portfolio) -> None:
     """Only what heuristics do before engines start."""
     if portfolio.begin():
         share = tuning.heuristics_share(portfolio.clock.seconds)
-        runs = portfolio.heuristics.run(portfolio.heuristics.streams(), share)
+        runs = portfolio.heuristics.run(share)
         while next(runs, True) is None and not portfolio.incumbents.proven:
             pass
 
@@ -132,8 +132,8 @@ def run_heuristics(portfolio: Portfolio) -> None:
 def without_part(name: str) -> Iterator[None]:
     """Leave an engine, a heuristic or the published schedules out of `auto`."""
     engines = tuple(run for run in tuning.AUTO if run.engine != name)
-    heuristics = tuple(heuristic for heuristic in tuning.HEURISTICS if heuristic != name)
-    with patch.object(tuning, "AUTO", engines), patch.object(tuning, "HEURISTICS", heuristics):
+    heuristic = "naive" if name == tuning.HEURISTIC else tuning.HEURISTIC
+    with patch.object(tuning, "AUTO", engines), patch.object(tuning, "HEURISTIC", heuristic):
         if name == "published":
             with patch.object(heuristic_runs, "variants", lambda problem: iter(())):
                 yield

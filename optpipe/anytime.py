@@ -15,15 +15,29 @@ from typing import Protocol, Unpack
 
 from optpipe import solvers
 from optpipe.errors import FrameError, InputError, OptPipeError, SolverError
-from optpipe.evaluate.objective import Objective, length_ms
+from optpipe.evaluate.objective import Objective, length_ms, reaches
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions
 from optpipe.process.child import Child
-from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
+from optpipe.process.protocol import (
+    Bound,
+    End,
+    Frame,
+    Incumbent,
+    Infeasible,
+    Note,
+    OtherStages,
+    Programs,
+    Ready,
+    Refused,
+    Remedies,
+    Request,
+)
 from optpipe.results import NOTHING_YET, Improvement, Result
 from optpipe.schedule import Found, Schedule, check
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
+LOADING_S = 120.0  # that its process may take to load on a busy machine: its time begins when it is ready
 MOST_NOTES = 200  # further notes of a solver are dropped
 Admit = Callable[[int], None]
 SILENT = "the solver had reported nothing when it was stopped after {:.1f} s: it had too little time to start"
@@ -34,20 +48,29 @@ class Keeper:
 
     def __init__(self, problem: Problem, options: SolveOptions) -> None:
         self._problem, self._options = problem, options
-        self.result = Result("unknown", objective=options.objective, reason=NOTHING_YET, placements=options.placements)
+        self.result = Result(
+            "unknown", objective=options.objective, reason=NOTHING_YET, placements=options.placements_of(problem)
+        )
         self._began, self._is_silent, self._report = time.monotonic(), True, Note(text="")
+        self.ready_at: float | None = None  # the moment from which the time limit counts
 
     def take(self, frame: Frame) -> bool:
         """Take a frame of the solver; returns whether a schedule or a status is news."""
         best = self.result
         self._is_silent = self._is_silent and isinstance(frame, End)
-        if isinstance(frame, Incumbent):
+        if isinstance(frame, Ready):
+            self.ready_at = self.ready_at or time.monotonic()
+        elif isinstance(frame, Incumbent):
             self._take_schedule(frame)
         elif isinstance(frame, Bound) and frame.lower_bound_ms > (best.lower_bound_ms or -1.0):
             better = replace(best, lower_bound_ms=frame.lower_bound_ms)
             self.result = replace(better, status=better.proven_status)
         elif isinstance(frame, Infeasible) and best.schedule is None:
             self.result = replace(best, status="infeasible", reason=frame.reason)
+        elif isinstance(frame, Remedies):
+            self.result = replace(best, remedies=frame.remedies)
+        elif isinstance(frame, OtherStages):
+            self._take_other_stages(frame)
         elif isinstance(frame, Note):
             self._report = frame if frame.method else self._report
             self._note(frame)
@@ -60,13 +83,13 @@ class Keeper:
         try:
             schedule = frame.schedule.schedule(self._problem, frame.method)
             wrong = schedule.compiled.complaints
-            if schedule.placement and options.placements == "keep":
+            if schedule.placement and best.placements == "keep":
                 wrong = [f"{schedule.placement}: the stages were to be kept"]
         except InputError as error:
             wrong = [str(error)]
         if wrong:
             self._note(Note(text=f"a schedule of {frame.method} was rejected: {wrong[0]}"))
-        elif (value_ms := length_ms(schedule, options.objective)) < length_ms(best.schedule, options.objective):
+        elif self._is_better(value_ms := length_ms(schedule, options.objective), frame.method):
             step = Improvement(time.monotonic() - self._began, frame.method, value_ms, best.lower_bound_ms)
             self.result = replace(
                 Result.from_schedule(schedule, options, best.lower_bound_ms, frame.method),
@@ -74,9 +97,23 @@ class Keeper:
                 reports=best.reports,
                 history=(*best.history, step),
                 rejected=best.rejected,
+                other_stages=best.other_stages,
             )
             return
         self.result = replace(self.result, rejected=best.rejected + 1)
+
+    def _is_better(self, value_ms: float, method: str) -> bool:
+        """Whether a schedule is shorter, or as short and of the method that shows its own (`EXHAUSTIVE`)."""
+        best, best_ms = self.result, length_ms(self.result.schedule, self._options.objective)
+        is_its_own = not self._options.ends_when_proven and method == self._options.method != best.method
+        return value_ms < best_ms or (is_its_own and reaches(value_ms, best_ms))
+
+    def _take_other_stages(self, frame: OtherStages) -> None:
+        """Keep the published schedule on other stages, if it is valid there."""
+        try:
+            self.result = replace(self.result, other_stages=valid(frame.schedule, self._problem))
+        except InputError as error:
+            self._note(Note(text=f"a schedule of {frame.schedule.method} was rejected: {error}"))
 
     def _note(self, note: Note) -> None:
         best = self.result
@@ -99,6 +136,14 @@ class Keeper:
             best = replace(best, reason=best.notes[-1])
         self.result = replace(best, time_s=passed_s)
         return self.result
+
+
+def valid(programs: Programs, problem: Problem) -> Schedule:
+    """The schedule that a solver sent. Raises InputError if it is not valid."""
+    schedule = programs.schedule(problem)
+    if wrong := schedule.compiled.complaints:
+        raise InputError(wrong[0])
+    return schedule
 
 
 class Hit(Protocol):
@@ -188,9 +233,7 @@ class Search:
         self._results: Iterator[Result] = iter([keeper.result])
         if request:
             self._child = child = Child(solvers.installed().SEARCH, request, admit)
-            deadline = threading.Timer(request.time_limit_s + GRACE_S, child.stop)
-            deadline.daemon = True
-            deadline.start()
+            deadline = _stopping(child, LOADING_S + request.time_limit_s + GRACE_S)
             self._results = _results(request, child, deadline, keeper)
             # Not __del__: in a reference cycle the child's files would be finalized before it.
             weakref.finalize(self, _abandon, deadline, child)
@@ -210,6 +253,11 @@ class Search:
         return self._child.mark if self._child else ""
 
     @property
+    def ran_s(self) -> float:
+        """Seconds of its time limit that have passed: since its process was ready to search; 0 before."""
+        return time.monotonic() - self._keeper.ready_at if self._keeper.ready_at else 0.0
+
+    @property
     def best(self) -> Result:
         """The best result so far. Unlike the results that are iterated over, it has every new bound at once."""
         return self._keeper.result
@@ -218,6 +266,14 @@ class Search:
         """Ends the search; the results end with the best so far."""
         if self._child:
             self._child.stop()
+
+
+def _stopping(child: Child, seconds: float) -> threading.Timer:
+    """A timer that runs, and stops the child."""
+    deadline = threading.Timer(seconds, child.stop)
+    deadline.daemon = True
+    deadline.start()
+    return deadline
 
 
 def _abandon(deadline: threading.Timer, child: Child) -> None:
@@ -231,6 +287,9 @@ def _results(request: Request, child: Child, deadline: threading.Timer, keeper: 
         for frame in child.frames():
             if isinstance(frame, Refused):
                 raise InputError(frame.reason)
+            if isinstance(frame, Ready):
+                deadline.cancel()
+                deadline = _stopping(child, request.time_limit_s + GRACE_S)
             if keeper.take(frame) and isinstance(frame, Incumbent | Infeasible):
                 yield keeper.result
             if request.gap and keeper.result.gap is not None and keeper.result.gap <= request.gap:
@@ -284,6 +343,7 @@ def search(
         raise InputError(
             f"warm_start is of type {type(warm_start).__name__}: a Schedule was expected (Schedule.load reads a file)"
         )
+    options = options.for_problem(problem)
     used, keeper = SearchCache(cache), Keeper(problem, options)
     hit = used.hit(problem, options.objective) if options.starts_from_known else None
     if hit:

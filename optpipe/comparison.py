@@ -132,6 +132,11 @@ class Comparison:
         return next((row for row in self.rows if row.fits), None)
 
     @property
+    def best_own(self) -> Row | None:
+        """The shortest one that fits and comes from OptPipe."""
+        return next((row for row in self.rows if row.fits and row.method in solvers.installed().OWN), None)
+
+    @property
     def best_published(self) -> Row | None:
         """The shortest one that fits and comes from another paper than OptPipe's."""
         return next((row for row in self.rows if row.fits and row.method not in solvers.installed().OWN), None)
@@ -158,7 +163,8 @@ def compare(
     """Every published schedule, every heuristic and what `solve` finds on one problem, side by side.
 
     With `placements="all"` each published schedule runs on the stages that it is for, and each search runs twice: on
-    the problem's own stages, and from what it found there on any stages.
+    the problem's own stages, and from what it found there on any stages. `auto` begins with the schedules of the other
+    rows, so none that fits is shorter than its answer.
 
     Raises InputError if a method is unknown, or an option is unknown or out of range.
 
@@ -174,8 +180,8 @@ def compare(
         `optpipe.options.CompareOptions`; time limit, threads and memory are those of each search.
     """
     chosen = CompareOptions.from_arguments("compare", {**options, "methods": methods})
-    rows = []
-    for row in chain(_generated(problem, chosen), _searched(problem, chosen, starts)):
+    rows: list[Row] = []
+    for row in chain(_generated(problem, chosen), _searched(problem, chosen, starts, rows)):
         rows.append(row)
         if report:
             report(row)
@@ -234,10 +240,13 @@ def fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
     return max(enumerate(peaks), key=share)
 
 
-def _searched(problem: Problem, options: CompareOptions, starts: Sequence[Schedule]) -> Iterator[Row]:
+def _searched(
+    problem: Problem, options: CompareOptions, starts: Sequence[Schedule], rows: Sequence[Row]
+) -> Iterator[Row]:
     schedules: dict[str, list[Schedule]] = {}  # by each method
     for method, placements in searches(options):
-        of_method = schedules.setdefault(method, list(starts))
+        generated = [row.schedule for row in rows if row.fits and row.schedule and method == SOLVER]
+        of_method = schedules.setdefault(method, [*starts, *generated])
         asked = SolveOptions.model_validate(options.search() | {"method": method, "placements": placements})
         result = solve_from(of_method, problem, asked)
         if result.schedule:

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from optpipe import solvers
 from optpipe.errors import InputError, did_you_mean
 from optpipe.evaluate.objective import Objective
+from optpipe.model.problem import Problem
 from optpipe.model.records import Document, Items
 
 METHOD = r"^[A-Za-z0-9:=,._-]{1,100}$"  # in a list of them
@@ -114,7 +115,19 @@ class SearchOptions(EffortOptions):
         le=2**31 - 1,
         description="Compute ops up to which milp searches a problem. Default: 400; no limit with a licence of Gurobi.",
     )
-    placements: PlacementsOption = "keep"
+    placements: Placements | None = Field(
+        default=None,
+        description="keep the stages as given, or search all: one chunk a device, looped or V-shaped chunks, "
+        "the layers split anew. Default: all if the problem has layers.",
+    )
+
+    def placements_of(self, problem: Problem) -> Placements:
+        """The stages that a search of this problem may choose."""
+        return self.placements or ("all" if problem.layers else "keep")
+
+    def for_problem(self, problem: Problem) -> Self:
+        """These options with the stages that a search of this problem may choose."""
+        return self.model_copy(update={"placements": self.placements_of(problem)})
 
     def search(self) -> SearchArguments:
         """The options of a search with any method, as keyword arguments."""
@@ -132,7 +145,7 @@ class SearchArguments(TypedDict, total=False):
     memory_mib: int | None
     solver: str
     milp_ops: int | None
-    placements: Placements
+    placements: Placements | None
 
 
 class SolveOptions(SearchOptions):
@@ -160,7 +173,7 @@ class SolveOptions(SearchOptions):
     @property
     def answered_by_optimum(self) -> bool:
         """Whether a proven schedule of the problem's own stages, such as a cached one, is the answer."""
-        return self.method == "auto" and self.placements == "keep"
+        return self.method == "auto" and self.placements != "all"
 
     def arguments(self) -> SolveArguments:
         """The options as keyword arguments."""

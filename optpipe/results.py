@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any, Self
 
-from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, gap, length_ms, reaches
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, gap, length_ms, reaches, shorter
+from optpipe.model.placement import Placement
 from optpipe.options import Placements, SearchOptions
+from optpipe.process.protocol import Remedy
 from optpipe.schedule import Found, Schedule, Status
 
-PROVEN_FOR = {"keep": "the stages as given", "all": "all stages that were searched"}
+HOLDS_FOR = {"keep": "the stages as given", "all": "all stages that were searched"}
 NOTHING_YET = "no schedule was found before the search ended"
 
 
@@ -56,6 +58,10 @@ class Result:
         How the solver's process failed; also the last of the notes.
     placements
         The stages that the search could choose, and for which its bound holds: `keep`, the problem's own, or `all`.
+    other_stages
+        Where the stages were kept: the shortest published schedule that fits on other ones.
+    remedies
+        Where nothing fits: changes with which something does.
     """
 
     status: Status
@@ -71,6 +77,8 @@ class Result:
     rejected: int = 0
     failure: str | None = None
     placements: Placements = "keep"
+    other_stages: Schedule | None = None
+    remedies: tuple[Remedy, ...] = ()
 
     @classmethod
     def from_schedule(
@@ -78,7 +86,7 @@ class Result:
     ) -> Self:
         """What a valid schedule and a bound are to a search with these options."""
         result = cls("feasible", schedule, options.objective, lower_bound_ms, method or schedule.method)
-        return replace(result, status=result.proven_status, placements=options.placements)
+        return replace(result, status=result.proven_status, placements=options.placements_of(schedule.problem))
 
     @property
     def makespan_ms(self) -> float | None:
@@ -113,10 +121,28 @@ class Result:
         """The status of the schedule, in a file or a cache."""
         return "optimal" if self.status == "optimal" else "feasible"
 
+    @property
+    def advice(self) -> str | None:
+        """One sentence on what was not searched: a published schedule on other stages, or what would fit."""
+        if self.remedies and self.schedule is None:
+            return f"what fits: {'; '.join(map(str, self.remedies))}"
+        ms, best_ms = (length_ms(each, self.objective) for each in (self.other_stages, self.schedule))
+        if self.other_stages is None or self.placements == "all":
+            return None
+        method = self.other_stages.method
+        if not shorter(ms, best_ms):
+            return f"on other stages no published schedule that fits is shorter ({method}: {ms:.6g} ms)"
+        less = f", {1 - ms / best_ms:.1%} less" if self.schedule else ""
+        return f"on other stages {method} takes {ms:.6g} ms{less}, with {self.other_stages.placement}"
+
+    @property
+    def explanation(self) -> str | None:
+        """Why there is no schedule, and `advice`, as one sentence."""
+        return "; ".join(filter(None, (self.reason, self.advice))) or None
+
     def to_dict(self) -> dict[str, Any]:
         """The result's figures as JSON takes them; None for what is missing."""
         schedule = self.schedule
-        placement = schedule.placement if schedule else None
         certificate = schedule.compiled.certificate if schedule else None
         return {
             "status": self.status,
@@ -128,10 +154,18 @@ class Result:
             "bubble": self.bubble,
             "time_s": round(self.time_s, 3),
             "placements": self.placements,
-            "placement": placement.model_dump(mode="json", exclude_none=True) if placement else None,
+            "placement": _as_json(schedule.placement) if schedule else None,
             "peak_bytes": [peak.bytes for peak in certificate.device] if certificate else None,
             "host_peak_bytes": [peak.bytes for peak in certificate.host] if certificate else None,
             "incumbents": [asdict(step) for step in self.history],
+            "other_stages": self.other_stages
+            and {
+                "method": self.other_stages.method,
+                "value_ms": length_ms(self.other_stages, self.objective),
+                "placement": _as_json(self.other_stages.placement),
+            },
+            "remedies": [remedy.model_dump(mode="json") for remedy in self.remedies],
+            "advice": self.advice,
             "reason": self.reason,
             "notes": list(self.notes),
         }
@@ -141,16 +175,21 @@ class Result:
         return f"<p>{escape(str(self))}</p>"
 
     def __str__(self) -> str:
-        """One line, such as `570 ms by lns, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
+        """One line: `570 ms by lns, bubble 21.4%, gap 7.9% to the lower bound 525 ms for the stages as given`."""
         if self.schedule is None:
-            return f"infeasible: {self.reason}" if self.status == "infeasible" else self.reason or NOTHING_YET
+            return f"infeasible: {self.explanation}" if self.status == "infeasible" else self.explanation or NOTHING_YET
         placed = f" with {self.schedule.placement}" if self.schedule.placement else ""
         line = f"{self.value_ms:.6g} ms by {self.method}{placed}, bubble {self.schedule.timeline.bubble:.1%}"
         if self.status == "optimal":
-            return f"{line}, proven optimal for {PROVEN_FOR[self.placements]}"
-        if self.gap is None:
-            return line
-        return f"{line}, gap {self.gap:.1%} to the lower bound {self.lower_bound_ms:.6g} ms"
+            line += f", proven optimal for {HOLDS_FOR[self.placements]}"
+        elif self.gap is not None:
+            bound = f"the lower bound {self.lower_bound_ms:.6g} ms for {HOLDS_FOR[self.placements]}"
+            line += f", gap {self.gap:.1%} to {bound}"
+        return f"{line}; {self.advice}" if self.advice else line
+
+
+def _as_json(placement: Placement | None) -> dict[str, Any] | None:
+    return placement.model_dump(mode="json", exclude_none=True) if placement else None
 
 
 def merged(best: Result, new: Result) -> Result:

@@ -115,7 +115,7 @@ class Here:
 
     def __call__(self, problem: Problem, start: Schedule | None, seconds: float) -> Result:
         """Search for so many seconds."""
-        asked = self._options.model_dump() | {"time_limit_s": seconds, "threads": 1}
+        asked = self._options.model_dump() | {"time_limit_s": seconds, "threads": 1, "placements": "keep"}
         running = search(problem, SolveOptions.model_validate(asked), start, self._cache)
         self._running.append(running)
         if self._cancelled:

@@ -22,7 +22,7 @@ from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
 from optpipe.model.rules import RulesRecord
-from optpipe.options import CompareOptions, SolveOptions, Threads
+from optpipe.options import CompareOptions, Placements, SolveOptions, Threads
 from optpipe.schedule import Schedule
 
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # PostgreSQL takes no NUL
@@ -72,6 +72,7 @@ class Request(SolveOptions):
     problem: Problem
     warm_start: Programs | None = None
     threads: Threads = 1
+    placements: Placements = "keep"
 
 
 class CompareRequest(CompareOptions):
@@ -88,6 +89,13 @@ class Incumbent(Record):
     schedule: Programs
 
 
+class OtherStages(Record):
+    """The shortest published schedule that fits on other stages, where the problem's own are kept."""
+
+    type: Literal["other_stages"] = "other_stages"
+    schedule: Programs
+
+
 class Bound(Record):
     """No schedule is shorter than this."""
 
@@ -101,6 +109,24 @@ class Infeasible(Record):
 
     type: Literal["infeasible"] = "infeasible"
     reason: Text
+
+
+class Remedy(Record):
+    """A change with which a schedule fits; the length of the best one of a moment, None where none was searched."""
+
+    change: Text
+    method: Text = ""
+    value_ms: TotalMs | None = None
+
+    def __str__(self) -> str:
+        return self.change if self.value_ms is None else f"{self.change} ({self.value_ms:.6g} ms by {self.method})"
+
+
+class Remedies(Record):
+    """What would fit, where nothing does."""
+
+    type: Literal["remedies"] = "remedies"
+    remedies: tuple[Remedy, ...]
 
 
 class Refused(Record):
@@ -128,7 +154,7 @@ class Note(Record):
 
 
 class Ready(Record):
-    """An engine has loaded and compiled what it needs: its time begins. Between engines and who starts them only."""
+    """A process has loaded and compiled what it needs, and sent what needs no search: its time begins."""
 
     type: Literal["ready"] = "ready"
 
@@ -140,7 +166,7 @@ class End(Record):
     spent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # of its time limit, by a count of work
 
 
-Frame = Incumbent | Bound | Infeasible | Refused | Note | Ready | End
+Frame = Incumbent | OtherStages | Bound | Infeasible | Remedies | Refused | Note | Ready | End
 _FRAME: TypeAdapter[Frame] = TypeAdapter(Annotated[Frame, Field(discriminator="type")])
 
 

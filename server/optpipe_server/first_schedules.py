@@ -18,6 +18,7 @@ import anyio.to_thread
 import structlog
 
 from optpipe import solvers
+from optpipe.anytime import valid
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
@@ -75,7 +76,7 @@ class FirstSchedules:
         BusyError
             If a client's schedule would be left out because the turn of its large problem does not come in time.
         """
-        parts = accepted.count_parts(problem)
+        parts, options = accepted.count_parts(problem), options.for_problem(problem)
         async with AsyncExitStack() as turns:
             if parts > accepted.LARGE:
                 with anyio.move_on_after(deadline - time.monotonic()) as waiting:
@@ -143,8 +144,12 @@ def _better(former: InitialResult, new: InitialResult) -> InitialResult:
 
 
 def _verified(request: Request, answer: schedules.Answer) -> Result:
-    """The last valid schedule of an answer, with its bound."""
+    """The last valid schedule of an answer, with its bound and what else it says."""
     bound_only = Result("unknown", objective=request.objective, lower_bound_ms=answer.lower_bound_ms)
+    other_stages: Schedule | None = None
+    with suppress(OptPipeError):
+        if answer.other_stages:
+            other_stages = valid(answer.other_stages.schedule, request.problem)
     for frame in reversed(answer.incumbents):
         try:
             programs = frame.schedule
@@ -155,7 +160,10 @@ def _verified(request: Request, answer: schedules.Answer) -> Result:
         except OptPipeError as error:
             wrong = [str(error)]
         if not wrong:
-            return Result.from_schedule(schedule, request, answer.lower_bound_ms, frame.method)
+            result = Result.from_schedule(schedule, request, answer.lower_bound_ms, frame.method)
+            return replace(result, other_stages=other_stages)
         log.warning("a first schedule was rejected", method=frame.method, why=wrong[0])
         REJECTED.inc()
-    return replace(bound_only, status="infeasible", reason=answer.infeasible) if answer.infeasible else bound_only
+    if not answer.infeasible:
+        return bound_only
+    return replace(bound_only, status="infeasible", reason=answer.infeasible, remedies=answer.remedies)

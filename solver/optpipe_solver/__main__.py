@@ -6,8 +6,8 @@ import os
 import threading
 
 from optpipe.errors import InputError
-from optpipe.process.protocol import End, Refused, read_request, write_frame
-from optpipe_solver.portfolio import PlacementSearch, Portfolio
+from optpipe.process.protocol import End, Ready, Refused, read_request, write_frame
+from optpipe_solver.portfolio import PlacementSearch, Portfolio, offer_remedies
 
 
 def main() -> None:
@@ -18,17 +18,26 @@ def main() -> None:
     except InputError as error:
         write_frame(Refused(reason=str(error)))
         return
-    timer = threading.Timer(request.time_limit_s, _end)  # a heuristic of a huge problem does not look at the clock
+    begun = threading.Event()
+    timer = threading.Timer(request.time_limit_s, _end, (begun,))  # a heuristic of a huge problem reads no clock
     timer.daemon = True
     timer.start()
-    search.run()
+    search.begin()  # however late that is on a busy machine
     if isinstance(search, Portfolio):
         search.look_at_other_stages()
+    write_frame(Ready())
+    begun.set()
+    search.run()
+    if isinstance(search, Portfolio):
+        search.look_at_other_stages(has_begun=True)
+    if search.is_infeasible:
+        offer_remedies(request, write_frame, search.clock)
     timer.cancel()
     write_frame(End())
 
 
-def _end() -> None:
+def _end(begun: threading.Event) -> None:
+    begun.wait()
     write_frame(End())
     os._exit(0)
 

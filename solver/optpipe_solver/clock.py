@@ -103,3 +103,6 @@ class Clock:
     def moment(self, seconds: float) -> float:
         """The moment of `time.monotonic` in so many seconds of wall time, or `until` if that is sooner."""
         return min(self.until, time.monotonic() + seconds)
+
+
+UNLIMITED = Clock()

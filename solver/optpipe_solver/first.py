@@ -5,13 +5,14 @@ from __future__ import annotations
 from optpipe.errors import InputError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Bound, End, Infeasible, Note, Refused, Request
+from optpipe.process.protocol import End, Note, Refused, Request
 from optpipe.reuse import by_rules
 from optpipe_solver import tuning
 from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit
-from optpipe_solver.portfolio.placement_search import PlacementSearch
-from optpipe_solver.portfolio.portfolio import Portfolio
+from optpipe_solver.methods import ENGINES
+from optpipe_solver.portfolio import PlacementSearch, Portfolio, offer_remedies
+from optpipe_solver.portfolio.heuristic_runs import count_ops
 
 
 def warm_up() -> None:
@@ -26,47 +27,35 @@ def warm_up() -> None:
 
 
 def answer(request: Request, emit: Emit) -> None:
-    """Emit the beginning of the real search: the bounds, the warm start and the first schedules of the heuristics.
+    """Emit the beginning of the real search: the bounds, the warm start, the published schedules and the first ones of
+    list scheduling on the problem's own stages.
 
     It ends with `End`, or with `Refused` if the method is unknown or does not apply. The first schedules of list
     scheduling are enough, with what a compiled list scheduler finds by simple rules in a moment. Where the former would
     take too long, `naive` comes at once, and published systems are tried for the request's time limit.
     """
-    ops = 3 * len(request.problem.stages) * request.problem.microbatches
-    large = ops / tuning.OPS_PER_S > tuning.FIRST_LIST_S
+    large = count_ops(request.problem) / tuning.OPS_PER_S > tuning.FIRST_LIST_S
     enough = Clock(min(request.time_limit_s, tuning.FIRST_LIST_S) if large else 0.0)
+    request = request.model_copy(update={"time_limit_s": 2 * tuning.FIRST_LIST_S})
     try:
-        search = _search(request.model_copy(update={"time_limit_s": 2 * tuning.FIRST_LIST_S}), emit)
+        search = (PlacementSearch if request.placements == "all" else Portfolio)(request, emit)
     except InputError as error:
         emit(Refused(reason=str(error)))
         return
     try:
-        if search.begin():
-            streams = search.heuristics.streams()
-            if large and "naive" in streams:
-                streams = {"naive": streams["naive"]}
-            for _ in search.heuristics.run(streams, share=1.0):
-                if search.incumbents.proven or (search.incumbents.best and enough.over):
+        search.begin()
+        own = search if isinstance(search, Portfolio) else search.first
+        if own is search:
+            own.look_at_other_stages()
+        if own.begin():
+            named = request.method not in ("auto", *ENGINES)
+            for _ in own.heuristics.run(1.0, name="naive" if large and not named else None):
+                if own.incumbents.proven or (own.incumbents.best and enough.over):
                     break
-            if request.method == "auto" and not search.incumbents.proven:
-                search.heuristics.by_rules()
+            if request.method == "auto" and not own.incumbents.proven:
+                own.heuristics.by_rules()
+        elif own is search:
+            offer_remedies(request, emit, search.clock)
     except Exception as error:  # one request's fault does not end the process
         emit(Note(text=f"no first schedule: {type(error).__name__}: {error}"))
     emit(End())
-
-
-def _search(request: Request, emit: Emit) -> Portfolio:
-    """The beginning of the search.
-
-    Where any stages are allowed, a system that is named runs on its own; everything else begins on the stages as given,
-    whose bounds and infeasibility do not hold for all.
-    """
-    if request.placements == "keep":
-        return Portfolio(request, emit)
-    any_stages = PlacementSearch(request, emit)
-    if any_stages.named:
-        return any_stages.first
-    start = request.warm_start
-    if start is not None and start.placement is not None:
-        request = request.model_copy(update={"warm_start": None})
-    return Portfolio(request, lambda frame: None if isinstance(frame, Bound | Infeasible) else emit(frame))

@@ -28,12 +28,10 @@ from optpipe.model.records import each_microbatch
 from optpipe.schedule import Schedule, certify, check
 from optpipe_solver import systems, tuning
 from optpipe_solver.bounds.least_memory import Relief, reliefs
-from optpipe_solver.clock import Clock
+from optpipe_solver.clock import UNLIMITED, Clock
 from optpipe_solver.schedule_facts import needs_fused
 
 __all__ = ["STREAMS", "generate", "join_pairs", "one_at_a_time"]
-
-UNLIMITED = Clock()
 
 
 class Heuristic(Protocol):

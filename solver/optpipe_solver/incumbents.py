@@ -42,6 +42,8 @@ class Incumbents:
     ----------
     bound_ms
         No schedule is shorter than this.
+    tried
+        The published schedules that were offered.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Incumbents:
     ) -> None:
         self.problem, self.objective = problem, objective
         self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
+        self.tried: set[str] = set()
         self._emit, self._hands_on_rules = emit, hands_on_rules
         self._best, self._best_of = _Kept(), dict.fromkeys(kinds, _Kept())
         self._lock = threading.RLock()
@@ -94,9 +97,10 @@ class Incumbents:
                 self.bound_ms = ms
                 self._emit(Bound(method=method, lower_bound_ms=ms))
 
-    def offer(self, schedule: Schedule, is_news: bool = True) -> str | None:
+    def offer(self, schedule: Schedule, is_news: bool = True, is_own: bool = False) -> str | None:
         """Keep a schedule if it is valid, and shorter than all before or than those of a kind.
 
+        One that `is_own`, of the method that shows its own, is also kept if it is as short as the best of another one.
         Returns what is wrong with the schedule; None if nothing is, or if it is no better.
         """
         with self._lock:
@@ -105,6 +109,7 @@ class Incumbents:
             except ScheduleError as error:  # it cannot run
                 return str(error)
             is_best = shorter(ms, self.best_ms)
+            is_best |= is_own and self.best is not None and self.best.method != schedule.method and ms <= self.best_ms
             kinds = [kind for kind, best in self._best_of.items() if shorter(ms, best.ms) and kind(schedule)]
             if not (is_best or kinds):
                 return None

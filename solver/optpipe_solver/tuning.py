@@ -51,14 +51,16 @@ ENGINE_END_S = 0.5  # kept of what an engine is allotted for its end; with no mo
 ENGINE_LEAST_S = 1.0  # an engine is allotted that much at least, if it is left
 LOADING_S = 60.0  # an engine may take that long to load and compile on a busy machine; not part of its share
 NO_LIMIT_S = 86_400.0  # the time limit of an engine that the portfolio stops
-OTHER_STAGES_S = 2.0  # of what a search leaves: to see whether a published schedule on other stages is shorter
+SMALL_OPS = (
+    20_000  # compute ops up to which a published schedule takes at most a tenth of a second: all are tried first
+)
+OTHER_STAGES_S = 2.0  # of what the search of a larger problem leaves: for published schedules on other stages
+REMEDY_S = 1.0  # for a schedule of each change with which an infeasible problem would fit
 POLL_S = 0.1  # between looks at memory and clocks
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
 
-# Heuristics in the portfolio
-HEURISTICS = ("adaoffload", "naive")  # the most promising first
-ALL_EVERY_ROUNDS = 4  # rounds of heuristics from one in which all take part to the next; between them only the best
-LARGE_PARTS = 3_000  # parts of activations for which list scheduling takes some tenths of a second
+# The heuristic in the portfolio
+HEURISTIC = "adaoffload"
 
 # The first schedule of a request
 FIRST_LIST_S = 0.5  # that list scheduling may take for it; `naive` comes first where it takes longer

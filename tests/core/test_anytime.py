@@ -136,6 +136,24 @@ def test_the_time_limit_is_enforced_on_a_solver_that_forgets_it(problem, monkeyp
     assert time.monotonic() - began < SLEEP_S
 
 
+def test_the_time_limit_counts_from_when_the_process_is_ready(problem, monkeypatch):
+    """However long it takes to load on a busy machine."""
+    seconds = []
+
+    class Noted(threading.Timer):
+        def __init__(self, interval, function):
+            seconds.append(interval)
+            super().__init__(interval, function)
+
+    monkeypatch.setattr(threading, "Timer", Noted)
+    search = improve(problem, method="good", time_limit_s=LIMIT_S)
+    assert search.ran_s == 0.0
+    list(search)
+    limit_s = LIMIT_S + anytime.GRACE_S
+    assert seconds == [anytime.LOADING_S + limit_s, limit_s]
+    assert search.ran_s > 0.0
+
+
 def test_a_solver_that_is_gone_is_not_killed_again(problem, monkeypatch):
     """By then its process group's number may belong to another process."""
     killed, kill = [], os.killpg

@@ -51,7 +51,7 @@ def others(record: type[SearchOptions]) -> dict[str, Any]:
     values = {}
     for name, schema in schemas(record).items():
         choices = [choice for choice in schema.get("enum", ()) if choice != schema["default"]]
-        values[name] = choices[0] if choices else TEXTS.get(name, OTHER.get(schema["type"]))
+        values[name] = choices[-1] if choices else TEXTS.get(name, OTHER.get(schema["type"]))
         assert values[name] not in (None, schema.get("default")), f"{name} needs a value to be tested with"
     return values
 

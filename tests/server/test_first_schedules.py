@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems import with_budgets
 from support.problems.chain import chain, gpipe, one_by_one
 from support.problems.strategies import problems
 
@@ -160,18 +161,23 @@ def test_a_cached_optimum_answers_only_what_it_is_the_optimum_of(view, options, 
         assert start.best.lower_bound_ms is None
 
 
-def test_with_all_placements_a_system_runs_on_its_own_stages_and_nothing_bounds_the_others(real):
+def test_with_all_placements_a_system_runs_on_its_own_stages_and_bounds_hold_for_all(real):
     assert real.start(AMPLE, "zb-v", placements="all").best.schedule.placement == Placement(chunks=2, shape="v")
     tight = chain(memory=1)
     with pytest.raises(InputError, match="needs "):
         real.start(tight, "zb-v")
     start = real.start(tight, "auto", placements="all")
-    assert (start.best.status, start.best.lower_bound_ms) == ("feasible", None)
-    impossible = tight.replace(
-        devices=[device.model_copy(update={"activation_budget_bytes": 1}) for device in tight.devices]
-    )
-    assert real.start(impossible, "auto").best.status == "infeasible"
-    assert real.start(impossible, "auto", placements="all").best.status == "unknown"
+    shortest = min(start.best.value_ms, real.start(tight, "auto").best.value_ms)
+    assert 0.0 < start.best.lower_bound_ms <= shortest * (1 + 1e-9)
+    assert real.start(with_budgets(tight, 1), "auto").best.status == "infeasible"
+    assert real.start(with_budgets(tight, 1), "auto", placements="all").best.status == "unknown"
+
+
+def test_where_nothing_fits_the_reason_says_what_would(real):
+    largest = max(stage.activation_bytes for stage in TIGHT.stages)
+    nothing = real.start(with_budgets(TIGHT, largest - 1), "auto")
+    assert "all placements" in {remedy.change for remedy in nothing.best.remedies}
+    assert nothing.reason == f"{nothing.best.reason}; what fits: {'; '.join(map(str, nothing.best.remedies))}"
 
 
 def test_drifted_costs_carry_the_best_over(view):

@@ -48,7 +48,7 @@ def test_an_answer_is_valid_or_says_why_there_is_none(objective, problem, memory
     *frames, end = ask(Request(problem=problem, objective=objective, time_limit_s=seconds))
     assert isinstance(end, End)
     if reason := infeasibility(problem):
-        assert [frame for frame in frames if not isinstance(frame, Note)] == [Infeasible(reason=reason)]
+        assert [frame for frame in frames if isinstance(frame, Incumbent | Infeasible)] == [Infeasible(reason=reason)]
         return
     found = schedules(frames, problem)
     assert all(check(problem, schedule) == [] for schedule in found)
@@ -60,16 +60,18 @@ def test_an_answer_is_valid_or_says_why_there_is_none(objective, problem, memory
 
 
 @pytest.mark.parametrize(
-    ("problem", "first_one"),
+    ("problem", "methods"),
     [
-        *((Problem.load(EXAMPLES / f"{name}.json"), "adaoffload") for name in ("fastlink-4x8", "fastlink-8x16")),
-        (rechunk(chain(m=2000, memory=4), 8), "naive"),
+        (Problem.load(EXAMPLES / "fastlink-4x8.json"), ["po-h", "adaoffload"]),
+        (Problem.load(EXAMPLES / "fastlink-8x16.json"), ["po-h", "adaoffload"]),
+        (rechunk(chain(m=2000, memory=4), 8), ["naive", "dispatch"]),
     ],
     ids=["small", "not large", "large"],
 )
-def test_a_large_problem_has_naive_at_once_others_more(problem, first_one):
+def test_a_large_problem_has_naive_at_once_others_what_is_published_then_more(problem, methods):
+    """All but the first try of list scheduling is counted in work, so the same schedules come on any machine."""
     found = schedules(ask(Request(problem=problem, time_limit_s=1e-3)), problem)
-    assert found[0].method == first_one
+    assert [schedule.method for schedule in found] == methods
 
 
 def test_an_answer_is_no_longer_than_what_dispatch_begins_with():

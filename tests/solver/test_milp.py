@@ -50,8 +50,8 @@ def test_what_the_model_lacks_is_said(solver: Solver) -> None:
 
 def test_each_search_says_how_it_ended(solver: Solver) -> None:
     assert re.fullmatch(
-        r"milp: HiGHS: optimal after \d+\.\d s and \d+ nodes, best 24 ms, bound 24 ms; \d+ variables, \d+ rows, with "
-        "micro-batches in the order in which they enter",
+        r"milp: HiGHS: optimal after \d+\.\d s and \d+ nodes, its own best 24 ms, bound 24 ms; \d+ variables, "
+        r"\d+ rows, with micro-batches in the order in which they enter",
         notes(solver.frames(EXHAUSTIVE["both offload"]))[-1],
     )
 
@@ -322,6 +322,7 @@ def test_a_report_on_the_end_takes_the_place_of_those_before() -> None:
 @pytest.mark.usefixtures("scripted_solver")
 def test_of_a_solver_that_said_nothing_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anytime, "GRACE_S", 0.0)
+    monkeypatch.setattr(anytime, "LOADING_S", 0.0)
     search = improve(SPAN, method="silent", time_limit_s=0.2)
     until(lambda: not process_tree.members(search.mark))  # its time passes though nobody asks for a result
     *_, last = search

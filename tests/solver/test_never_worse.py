@@ -19,7 +19,7 @@ from optpipe.process.protocol import Programs, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import tuning
 from optpipe_solver.clock import Clock
-from optpipe_solver.heuristics import generate, one_at_a_time
+from optpipe_solver.heuristics import STREAMS, generate, one_at_a_time
 from optpipe_solver.portfolio import Portfolio
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.portfolio.portfolio import in_more_parts, incumbents_of
@@ -105,46 +105,13 @@ def test_heuristics_go_on_while_they_gain_or_no_engine_is_ready(
     incumbents = incumbents_of(request, lambda frame: None)
     naive, better = one_at_a_time(problem, "naive"), generate("adaoffload", problem)
 
-    def stream() -> Iterator[Schedule]:
+    def stream(*_: Any) -> Iterator[Schedule]:
         while True:
             now[0] += 1.0
             yield better if now[0] >= gains_at_s else naive
 
+    monkeypatch.setitem(STREAMS, "naive", stream)
     heuristics = HeuristicRuns(request.model_copy(update={"method": "naive"}), None, incumbents, Clock(100.0), print)
-    for _ in heuristics.run({"naive": stream()}, tuning.HEURISTICS_SHARE, lambda: now[0] < ready_s):
+    for _ in heuristics.run(tuning.HEURISTICS_SHARE, lambda: now[0] < ready_s):
         pass
     assert now[0] == pytest.approx(until_s, abs=1.0)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "order"),
-    [(1, ["naive", "adaoffload", "published", "published"]), (2, ["naive", "published", "published", "adaoffload"])],
-)
-def test_where_devices_have_several_stages_published_schedules_come_sooner(
-    chunks: int, order: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of them there are few there, and list scheduling is far behind them."""
-    problem = pipeline(2, 4, 40, [stage() | {"device": s % 2} for s in range(2 * chunks)])
-    request = Request(problem=problem, threads=2)
-    tried: list[str] = []
-
-    def published(self: HeuristicRuns) -> Iterator[None]:
-        for _ in range(2):
-            yield tried.append("published")
-
-    def stream(name: str) -> Iterator[Schedule]:
-        tried.append(name)
-        yield one_at_a_time(problem, name)
-
-    monkeypatch.setattr(HeuristicRuns, "published", published)
-    heuristics = HeuristicRuns(request, None, incumbents_of(request, lambda frame: None), Clock(1000.0), print)
-    for _ in heuristics.run({name: stream(name) for name in ("naive", "adaoffload")}, tuning.HEURISTICS_SHARE):
-        pass
-    assert tried == order
-
-
-@pytest.mark.parametrize(("parts", "first"), [(1, "adaoffload"), (64, "naive")])
-def test_where_many_parts_make_list_scheduling_slow_naive_comes_first(parts: int, first: str) -> None:
-    costs = stage(sizes=(5, 2), offload=(1, 1, 5), offload_parts=parts)
-    request = Request(problem=pipeline(2, tuning.LARGE_PARTS // 100, 20, costs))
-    assert next(iter(Portfolio(request, print).heuristics.streams())) == first

@@ -238,13 +238,13 @@ def test_a_search_of_placements_says_so() -> None:
         optpipe.solve(two_stages(forward_ms=5.0), placements="all", time_limit_s=10.0)
     assert str(raised.value) == (
         "layers: their forward_ms add up to 11.25, those of the stages to 7.5; the stages given must be made of these "
-        "layers"
+        "layers, or kept (placements = keep)"
     )
 
 
 def test_layers_count_only_where_placements_are_searched() -> None:
     others = {"forward_ms": 5.0, "backward_weight_ms": 0.0, "activation_bytes": 2001, "saved_for_weight_bytes": 101}
-    assert optpipe.solve(two_stages(**others), time_limit_s=60.0).status == "optimal"
+    assert optpipe.solve(two_stages(**others), time_limit_s=60.0, placements="keep").status == "optimal"
 
 
 @pytest.mark.parametrize(

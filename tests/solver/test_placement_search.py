@@ -148,7 +148,6 @@ class FakePortfolio:
     """In place of a portfolio: the more chunks and the more seconds the shorter is what it finds."""
 
     asked: list[Request]
-    with_published: list[Request]
     with_rules: list[Request]
     in_rules: list[tuple[int, int]]  # chunks, and ops
 
@@ -158,9 +157,6 @@ class FakePortfolio:
 
     def begin(self) -> bool:
         return True
-
-    def streams(self) -> None:
-        pass
 
     def run(self, *_: Any) -> Iterator[None]:
         chunks = len(self.request.problem.stages) // 4
@@ -179,15 +175,12 @@ class FakePortfolio:
             FakePortfolio.in_rules.append((chunks, most))
         return 100.0 + 100.0 / chunks
 
-    def published(self) -> Iterator[None]:
-        FakePortfolio.with_published.append(self.request)
-        yield
-
 
 @pytest.fixture
 def fakes(monkeypatch):
     monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)
-    for name in ("asked", "with_published", "with_rules", "in_rules"):
+    monkeypatch.setattr(PlacementSearch, "_offer_published", lambda *_: None)
+    for name in ("asked", "with_rules", "in_rules"):
         monkeypatch.setattr(FakePortfolio, name, [], raising=False)
 
 
@@ -195,12 +188,11 @@ def fakes(monkeypatch):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_from_all_placements_for_a_moment_to_the_best_for_long(threads):
     frames = run(pipeline(), method="auto", time_limit_s=60.0, threads=threads)
-    first, *looks = [request for request in FakePortfolio.asked if request.method in ("naive", "adaoffload")]
-    deep = [request for request in FakePortfolio.asked if request.method == "auto"]
-    assert first.method == "naive"
-    assert looks == FakePortfolio.with_published == FakePortfolio.with_rules
-    assert len(looks) == 7  # kept; 2, 3 and 4 chunks, looped and V-shaped; one chunk is what is given
-    assert sum(request.time_limit_s for request in looks[1:]) == pytest.approx(60 * tuning.FIRST_LOOK_SHARE, rel=0.2)
+    looks = [request for request in FakePortfolio.asked if request.method == "adaoffload"]
+    first, *deep = [request for request in FakePortfolio.asked if request.method == "auto"]
+    assert [first, *looks] == FakePortfolio.with_rules
+    assert len(looks) == 6  # 2, 3 and 4 chunks, looped and V-shaped; one chunk is what is given
+    assert sum(request.time_limit_s for request in looks) == pytest.approx(60 * tuning.FIRST_LOOK_SHARE, rel=0.2)
     # In rules on seven placements, on the half of them, on the half of these: each time for a third of their share.
     a_round = tuning.RULES_OPS_PER_S * 60 * tuning.RULES_SHARE / 3 * (tuning.COUNTED_SHARE if threads == 1 else threads)
     seven, four, two = (round(a_round * each) for each in (1 / 7, 1 / 7 + 1 / 4, 1 / 7 + 1 / 4 + 1 / 2))
@@ -213,7 +205,7 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(threads):
     assert all(request.placements == "keep" for request in deep)
     assert deep[2].time_limit_s > 20.0
     if threads == 1:
-        ran = [request for request in FakePortfolio.asked[2:] if request.method != "dispatch"]
+        ran = [request for request in FakePortfolio.asked[1:] if request.method != "dispatch"]
         assert sum(request.time_limit_s for request in ran) <= 60.0 * (1 - tuning.RULES_SHARE) + 1e-6
     assert bounds(frames)[-1] == 32.0  # the least of the placements' own, but of one chunk, which `relax` has searched
     assert notes(frames) == ["the same words"]
@@ -238,6 +230,7 @@ def test_rules_are_searched_side_by_side_and_lead_further_than_a_first_look(monk
     request = Request(problem=problem, method="auto", placements="all", time_limit_s=20.0, threads=3)
     search = PlacementSearch(request, frames.append)
     search.clock.last(200.0)
+    search.begin()
     for phase in search.phases():
         first_ms = search.contenders.best_ms
         phase.run(phase.share)

@@ -4,6 +4,7 @@ last line in time."""
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ from support.processes import over, until
 
 import optpipe
 from optpipe import InputError, Problem, check
-from optpipe.evaluate.objective import length_ms
 from optpipe.options import SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Frame, Incumbent, Note, Programs, Refused, Request
@@ -278,30 +278,29 @@ UNEVEN = problems.pipeline(
 )
 
 
-def other_stages(problem: Problem, method: str = "auto", time_limit_s: float = 60.0) -> list[str]:
-    """What a search says of other stages after its answer."""
-    frames: list[Frame] = []
-    search = Portfolio(Request(problem=problem, method=method, time_limit_s=60.0, threads=1), frames.append)
-    search.run()
-    if not time_limit_s:
-        search.clock.stop()
-    search.look_at_other_stages()
-    return [text for text in notes(frames) if "on other stages" in text]
-
-
-def test_after_its_answer_a_search_names_a_shorter_published_schedule_on_other_stages() -> None:
-    (text,) = other_stages(UNEVEN)
-    assert text.startswith("on other stages dualpipe-v takes ")
-    schedule = systems.generate("dualpipe-v", UNEVEN, "all")
-    assert check(schedule.problem, schedule) == []
-    assert f"{length_ms(schedule, 'makespan'):.6g} ms" in text
-    assert text.endswith("V-shaped")
-
-
-def test_it_says_nothing_without_time_where_none_is_shorter_or_where_another_method_was_asked_for() -> None:
-    assert other_stages(UNEVEN, time_limit_s=0.0) == []
-    assert other_stages(UNEVEN.replace(microbatches=1)) == []
-    assert other_stages(UNEVEN, "1f1b") == []
+def test_beside_its_answer_a_search_names_the_best_published_schedule_on_other_stages() -> None:
+    """Through every door in one sentence, with the figures for programs."""
+    result = optpipe.solve(UNEVEN, time_limit_s=0.5, threads=1)
+    schedule = result.other_stages
+    assert (schedule.method, check(schedule.problem, schedule)) == ("dualpipe-v", [])
+    assert schedule.programs == systems.generate("dualpipe-v", UNEVEN, "all").programs
+    less = 1 - schedule.makespan_ms / result.makespan_ms
+    assert result.advice == (
+        f"on other stages dualpipe-v takes {schedule.makespan_ms:.6g} ms, {less:.1%} less, with 2 chunks a device, "
+        "V-shaped"
+    )
+    assert str(result).endswith(f"; {result.advice}")
+    assert result.explanation == result.advice
+    figures = result.to_dict()
+    assert figures["advice"] == result.advice
+    assert figures["other_stages"] == {
+        "method": "dualpipe-v", "value_ms": schedule.makespan_ms, "placement": {"chunks": 2, "shape": "v"}
+    }  # fmt: skip
+    tied = Result.from_schedule(schedule, SolveOptions(placements="keep"))
+    assert replace(tied, other_stages=schedule).advice == (
+        f"on other stages no published schedule that fits is shorter (dualpipe-v: {schedule.makespan_ms:.6g} ms)"
+    )
+    assert replace(result, placements="all").advice is None
 
 
 @pytest.mark.parametrize(("placements", "text"), [("keep", "the stages as given"), ("all", "all stages")])

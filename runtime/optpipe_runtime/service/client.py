@@ -28,16 +28,17 @@ from collections import deque
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 from uuid import uuid4
 
+from pydantic import BeforeValidator
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from optpipe.anytime import ScheduleCache, improve
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.model.problem import Problem
-from optpipe.options import SolveArguments, SolveOptions, TimeLimit
+from optpipe.options import PlacementsOption, SolveArguments, SolveOptions, TimeLimit
 from optpipe.process.background import NICER
 from optpipe.results import Result
 from optpipe.schedule import Schedule, ScheduleFile, check
@@ -79,6 +80,7 @@ class ClientOptions(SolveOptions):
     """What a client asks of its searches, which run beside a training."""
 
     time_limit_s: TimeLimit = 600.0
+    placements: Annotated[PlacementsOption, BeforeValidator(lambda choice: choice or "keep")] = "keep"
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,9 @@ class InitialResult:
 
     @property
     def reason(self) -> str | None:
-        """Why there is no schedule."""
-        infeasible = self.best.status == "infeasible"
-        return storable_text(self.best.reason) if infeasible and self.best.reason else None
+        """Why there is no schedule, or which stages or changes were not searched, where no search follows."""
+        is_last, text = self.best.status in ("infeasible", "optimal"), self.best.explanation
+        return storable_text(text) if is_last and text else None
 
     def state(self, options: SolveOptions) -> State:
         """Return the job's first state: a proven answer needs no worker, unless the method runs nevertheless."""

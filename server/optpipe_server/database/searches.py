@@ -164,7 +164,7 @@ class Searches:
                 result = replace(result, schedule=None, status="infeasible" if state == "infeasible" else "unknown")
             elif state != "cancelled":
                 state = "done"
-            reason = storable_text(result.reason) if result.reason else None
+            reason = storable_text(text) if (text := result.explanation) else None
             over = {**end_values(state, reason), "spent_s": spent_s}
             if best is not None and (result.value_ms is None or raises(result.value_ms, best)):  # that one stands
                 update_job(db, job, **over)

@@ -216,7 +216,7 @@ class JobSummary(FromRow):
     id: JobId
     version: int  # grows with every change; the ETag
     state: State
-    reason: str | None  # why there is no schedule, or no better one
+    reason: str | None  # why there is no schedule or no better one, what would fit, or be shorter on other stages
     key_name: str | None  # of the key that submitted it; null without keys
     problem_name: str
     problem_sha256: Hash

@@ -117,7 +117,8 @@ class Service:
         if former:
             return former, False
         self.database.require_same_file()
-        problem, options, file = submission.problem, SolveOptions(**submission.arguments()), submission.warm_start
+        problem, file = submission.problem, submission.warm_start
+        options = SolveOptions(**submission.arguments()).for_problem(problem)
 
         def warm_start() -> Schedule:  # for the problem, or for its placement if the job may choose one
             assert file is not None

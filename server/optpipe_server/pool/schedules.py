@@ -21,8 +21,11 @@ from optpipe.process.protocol import (
     Incumbent,
     Infeasible,
     Note,
+    OtherStages,
     Programs,
     Refused,
+    Remedies,
+    Remedy,
     Request,
 )
 from optpipe.schedule import Schedule, ScheduleFile, check
@@ -50,6 +53,8 @@ class Answer:
 
     lower_bound_ms: float | None = None
     infeasible: str | None = None
+    other_stages: OtherStages | None = None
+    remedies: tuple[Remedy, ...] = ()
     incumbents: deque[Incumbent] = field(default_factory=lambda: deque(maxlen=INCUMBENTS_KEPT))
 
     def add(self, frame: Frame) -> None:
@@ -60,6 +65,10 @@ class Answer:
             self.lower_bound_ms = max(frame.lower_bound_ms, self.lower_bound_ms or 0.0)
         elif isinstance(frame, Infeasible):
             self.infeasible = frame.reason
+        elif isinstance(frame, OtherStages):
+            self.other_stages = frame
+        elif isinstance(frame, Remedies):
+            self.remedies = frame.remedies
         elif isinstance(frame, Incumbent):
             self.incumbents.append(frame)
 

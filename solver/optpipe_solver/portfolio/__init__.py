@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from optpipe_solver.portfolio.placement_search import PlacementSearch
 from optpipe_solver.portfolio.portfolio import Portfolio
+from optpipe_solver.portfolio.remedies import offer_remedies
 
-__all__ = ["PlacementSearch", "Portfolio"]
+__all__ = ["PlacementSearch", "Portfolio", "offer_remedies"]

@@ -17,6 +17,7 @@ from optpipe_solver import tuning
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
 from optpipe_solver.incumbents import Emit, Incumbents
+from optpipe_solver.methods import MILP
 from optpipe_solver.portfolio.partitions import SHAPES
 from optpipe_solver.portfolio.portfolio import incumbents_of
 
@@ -96,6 +97,13 @@ class Contenders:
             self._take_warm_start(start, start.placement)
         self._raise_bound()
 
+    def of(self, placement: Placement) -> Contender | None:
+        """The contender with the stages that a placement makes; None if there is none."""
+        with suppress(InputError):  # as in `add_new`, or there are several routes
+            stages = placement.apply(self._request.problem).stages
+            return next((contender for contender in self.all if contender.problem.stages == stages), None)
+        return None
+
     def add_new(self, placements: Iterable[Placement]) -> list[Contender]:
         """Add the placements that make other stages than those so far, and return them."""
         new, taken = list[Contender](), {contender.problem.stages for contender in self.all}
@@ -123,7 +131,7 @@ class Contenders:
         except InputError as error:
             self.note(f"the warm start is no schedule of this problem: {error}")
             return
-        contender = next((contender for contender in self.all if contender.problem.stages == placed.stages), None)
+        contender = self.of(placement)
         if contender is None:
             contender = self.contender(placement, placed)
             self.all.append(contender)
@@ -133,7 +141,8 @@ class Contenders:
         """Take a frame about one placement; called from any thread."""
         with self._handling:
             if isinstance(frame, Incumbent):
-                if shorter(contender.incumbents.best_ms, self.best_ms):
+                ms, is_own = contender.incumbents.best_ms, frame.method == self._request.method == MILP
+                if shorter(ms, self.best_ms) or (is_own and ms <= self.best_ms):
                     self.best_ms = contender.incumbents.best_ms
                     placed = frame.schedule.model_copy(update={"placement": contender.placement})
                     self._emit(frame.model_copy(update={"schedule": placed}))

@@ -252,7 +252,8 @@ class EngineRuns:
         """Take a schedule once it is verified. An engine that makes no plan for its time goes on if it gained."""
         best_ms = self._incumbents.best_ms
         try:
-            wrong = self._incumbents.offer(message.schedule.schedule(self._request.problem, message.method))
+            schedule = message.schedule.schedule(self._request.problem, message.method)
+            wrong = self._incumbents.offer(schedule, is_own=message.method == self._request.method == MILP)
         except OptPipeError as error:
             wrong = str(error)
         if self._incumbents.best_ms < best_ms:

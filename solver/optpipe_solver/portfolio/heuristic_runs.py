@@ -1,14 +1,13 @@
-"""`HeuristicRuns`: the heuristics of one search, in this process, one schedule of each per round."""
+"""`HeuristicRuns`: the heuristics and published systems of one search, in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import count
 from math import inf
 
 from optpipe.errors import OptPipeError
-from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
+from optpipe.model.problem import Problem
 from optpipe.process.protocol import Note, Request
 from optpipe.reuse import MOST_SIMULATED, RulesSearch
 from optpipe.schedule import Schedule
@@ -16,10 +15,18 @@ from optpipe_solver import tuning
 from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbents import Emit, Incumbents
-from optpipe_solver.methods import ENGINES, HEURISTICS
+from optpipe_solver.methods import ENGINES
 from optpipe_solver.systems import in_entry_orders, variants
 
-Streams = dict[str, Iterator[Schedule]]
+
+def count_ops(problem: Problem) -> int:
+    """How many compute ops a schedule of the problem has."""
+    return 3 * len(problem.stages) * problem.microbatches
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether all published schedules are there in a moment."""
+    return count_ops(problem) <= tuning.SMALL_OPS
 
 
 class HeuristicRuns:
@@ -36,67 +43,42 @@ class HeuristicRuns:
     ) -> None:
         self._request, self._system, self._incumbents = request, system, incumbents
         self._clock, self._emit = clock, emit
-        self._ops = 3 * len(request.problem.stages) * request.problem.microbatches  # handled for one schedule
+        self._ops = count_ops(request.problem)  # handled for one schedule
+        self._published = self.published() if request.method in ("auto", *ENGINES) else iter(())
 
-    def streams(self) -> Streams:
-        """The schedules of what the request names, a heuristic or a system; else of `tuning.HEURISTICS`.
+    def begin(self) -> None:
+        """Offer what takes a moment: the published systems for these stages, of a large problem not yet, then, if none
+        fits, one micro-batch at a time. Nothing, if the request names another method."""
+        for _ in self._published if is_small(self._request.problem) else ():
+            pass
+        if self._request.method in ("auto", *ENGINES) and self._incumbents.best is None:
+            self._next("naive", STREAMS["naive"](self._request.problem, self._request.objective))
 
-        The most promising comes first. Where list scheduling takes its time `naive`, which takes none, does.
+    def run(
+        self, share: float, are_alone: Callable[[], bool] = lambda: False, name: str | None = None
+    ) -> Iterator[None]:
+        """Offer the schedules of a heuristic for a share of the time, by the clock also while they still gain or are
+        alone; yield after each. By default it is what the request names, or `tuning.HEURISTIC`.
+
+        After the first one come the published systems that were not tried, unless that takes half of the time. It is
+        not over before there is any schedule, and one of this heuristic.
         """
-        request, problem = self._request, self._request.problem
-        if self._system:
-            return {request.method: iter([self._system])}
-        names = [request.method] if request.method in HEURISTICS else list(tuning.HEURISTICS)
-        if sum(stage.offload_parts for stage in problem.stages) * problem.microbatches > tuning.LARGE_PARTS:
-            names.sort(key=lambda name: name != "naive")
-        return {name: STREAMS[name](problem, request.objective, self._clock) for name in names}
-
-    def run(self, streams: Streams, share: float, are_alone: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Offer schedules for a share of the time, by the clock also while they still gain or are alone; yield after
-        each.
-
-        Heuristics come in rounds, a schedule of each. After the first round come the published systems, unless that
-        takes half of the time; where devices have several stages, for which there are few and good ones, after the
-        first schedule. A heuristic whose best is not the best of all runs in some of the rounds only.
-
-        It is not over before there is any schedule, and one of these heuristics.
-        """
-        clock, incumbents, tried = self._clock.share(share), self._incumbents, False
-        chunked = len(self._request.problem.stages) > len(self._request.problem.devices)
-        shortest_ms = dict.fromkeys(streams, NO_SCHEDULE_MS)
-
-        def in_half_the_time() -> Iterator[None]:
-            for _ in self.published() if self._request.method in ("auto", *ENGINES) else ():
+        request, clock, incumbents = self._request, self._clock.share(share), self._incumbents
+        name = name or (tuning.HEURISTIC if request.method in ("auto", *ENGINES) else request.method)
+        system = iter([self._system]) if self._system else None
+        stream = system or STREAMS[name](request.problem, request.objective, self._clock)
+        while True:
+            best_ms = incumbents.best_ms
+            schedule = self._next(name, stream)
+            clock.count(self._ops)
+            if incumbents.best_ms < best_ms:
+                clock.last(tuning.STILL_GAINING * clock.passed_s)
+            yield
+            while self._clock.wall_left_s >= self._clock.seconds / 2 and next(self._published, True) is None:
                 clock.count(self._ops)
                 yield
-                if self._clock.wall_left_s < self._clock.seconds / 2:
-                    return
-
-        def is_over() -> bool:
-            return tried and incumbents.best is not None and clock.over and (clock.counts or not are_alone())
-
-        published = in_half_the_time()
-        for number in count():
-            ahead_ms = min((shortest_ms[name] for name in streams), default=0.0)
-            is_full_round = number % tuning.ALL_EVERY_ROUNDS == 0
-            for name in [name for name in streams if is_full_round or shortest_ms[name] <= ahead_ms]:
-                if is_over():
-                    break
-                best_ms = incumbents.best_ms
-                schedule = self._next(name, streams[name])
-                tried = True
-                clock.count(self._ops)
-                if incumbents.best_ms < best_ms:
-                    clock.last(tuning.STILL_GAINING * clock.passed_s)
-                if schedule is None:
-                    del streams[name]
-                else:
-                    shortest_ms[name] = min(shortest_ms[name], length_ms(schedule, self._request.objective))
-                yield
-                if chunked:
-                    yield from published
-            yield from published
-            if is_over() or not streams:
+            is_over = incumbents.best is not None and clock.over and (clock.counts or not are_alone())
+            if schedule is None or is_over:
                 return
 
     def _next(self, name: str, stream: Iterator[Schedule]) -> Schedule | None:
@@ -133,11 +115,18 @@ class HeuristicRuns:
         A system that does not fit or does not apply to the problem is passed over in silence.
         """
         for method in variants(self._request.problem):
-            try:
-                for schedule in in_entry_orders(method, self._request.problem):
-                    self._incumbents.offer(schedule)
-            except OptPipeError:
-                pass
-            except Exception as error:  # as above
-                self._emit(Note(text=f"{method} gives no schedule: {type(error).__name__}: {error}"))
+            self.offer_published(method)
             yield
+
+    def offer_published(self, method: str) -> None:
+        """Offer a published system in every order in which micro-batches may enter, unless that was done before."""
+        if method in self._incumbents.tried:
+            return
+        self._incumbents.tried.add(method)
+        try:
+            for schedule in in_entry_orders(method, self._request.problem):
+                self._incumbents.offer(schedule)
+        except OptPipeError:
+            pass
+        except Exception as error:  # as above
+            self._emit(Note(text=f"{method} gives no schedule: {type(error).__name__}: {error}"))

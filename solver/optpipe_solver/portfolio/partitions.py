@@ -61,7 +61,8 @@ def mismatch(problem: Problem) -> str | None:
             j = int(differs[0])
             of_one = "" if np.ptp(layers) == np.ptp(stages) == 0 else f" of micro-batch {j}"
             sums = f"{layers[j]:.6g}, those of the stages to {stages[j]:.6g}"
-            return f"layers: their {name}{of_one} add up to {sums}; the stages given must be made of these layers"
+            why = "the stages given must be made of these layers, or kept (placements = keep)"
+            return f"layers: their {name}{of_one} add up to {sums}; {why}"
     return None
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from operator import methodcaller
 from typing import NamedTuple
 
@@ -26,9 +25,10 @@ from optpipe_solver.incumbents import Emit
 from optpipe_solver.methods import ENGINES, RELAX
 from optpipe_solver.portfolio.contenders import Contender, Contenders
 from optpipe_solver.portfolio.engine_runs import ENGINE
+from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns, is_small
 from optpipe_solver.portfolio.partitions import improve_partitions, mismatch, partition_of_stages
 from optpipe_solver.portfolio.portfolio import Portfolio
-from optpipe_solver.systems import SYSTEMS, is_system, parse
+from optpipe_solver.systems import SYSTEMS, is_system, on_other_stages, parse, variants
 
 
 def rules_are_compiled() -> bool:
@@ -55,7 +55,7 @@ class PlacementSearch:
     named
         The placement of the published system that was asked for, if one was.
     first
-        The search with which it begins.
+        The search with which it begins: of the system that is named, or of the problem's own stages.
     """
 
     def __init__(self, request: Request, emit: Emit) -> None:
@@ -65,11 +65,10 @@ class PlacementSearch:
             raise InputError(complaint)
         self.clock = Clock(request.time_limit_s, counts_work(request), wall_s=request.time_limit_s)
         self.method_ran = False  # the method that was asked for, which may be an engine
-        self._first_look: Portfolio | None = None  # at the problem's own stages
         self.named: Contender | None = None
         if not is_system(request.method):
-            first_s = tuning.FIRST_LOOK_SHARE * request.time_limit_s
-            self.first = self._portfolio(self.contenders.unplaced, self._heuristic("naive"), first_s)
+            most_s = tuning.FIRST_LOOK_MOST * request.time_limit_s
+            self.first = self._portfolio(self.contenders.unplaced, request.method, most_s)
             return
         self.named, problem = self.contenders.unplaced, request.problem
         if placement := SYSTEMS[parse(request.method)[0]].placement(problem, "all"):
@@ -77,19 +76,46 @@ class PlacementSearch:
             self.named = self.contenders.contender(placement, placement.apply(problem))
         self.first = self._portfolio(self.named, request.method, request.time_limit_s)
 
+    def begin(self) -> None:
+        """Emit, once, what takes a moment: what a search of the stages as given begins with, the bounds of all
+        placements, and the published systems on the stages that they are for; or the system that is named.
+        """
+        contenders, request = self.contenders, self.request
+        if contenders.all:
+            return
+        if self.named:
+            self.first.run()
+        else:
+            self.first.begin()
+        contenders.list_all(self.named)
+        if self.named and self.named.infeasible:
+            contenders.note(self.named.infeasible, self.named.placement)
+        if self.named or request.method not in ("auto", *ENGINES):
+            return
+        for contender in contenders.all:
+            if contender.start:  # a warm start
+                self._portfolio(contender, "naive", 0.0).begin()
+        for name, placement in on_other_stages(request.problem):
+            if (placed := contenders.of(placement)) and is_small(placed.problem):
+                self._offer_published(placed, name)
+        for contender in contenders.all:
+            if contenders.best_ms == NO_SCHEDULE_MS:
+                self._portfolio(contender, "naive", 0.0).run()
+
+    def _offer_published(self, contender: Contender, name: str) -> None:
+        request = self.request.model_copy(update={"problem": contender.problem})
+        emit = partial(self.contenders.handle, contender)
+        HeuristicRuns(request, None, contender.incumbents, self.clock, emit).offer_published(name)
+
     def run(self) -> None:
         """Search the problem's own stages for a moment, then from many placements for a short time to one for long.
 
         A system that is named runs on the stages that it is for, and nothing else runs.
         """
-        contenders = self.contenders
-        self.first.run()  # on the stages as given: an answer within milliseconds
+        contenders, request = self.contenders, self.request
+        self.begin()
         if self.named:
-            contenders.list_all(self.named)
-            if self.named.infeasible:
-                contenders.note(self.named.infeasible, self.named.placement)
             return
-        request = self.request
         uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
         with ExitStack() as meanwhile:
             if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not rules_are_compiled():
@@ -101,9 +127,14 @@ class PlacementSearch:
         if contenders.best_ms == NO_SCHEDULE_MS and contenders.last_note:
             self.emit(Note(text=contenders.last_note))  # the last note is taken for the reason
 
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether all placements were shown not to fit."""
+        return bool(self.contenders.all) and all(contender.infeasible for contender in self.contenders.all)
+
     def phases(self) -> Iterator[Phase]:
         """What runs, in this order."""
-        # A heuristic, before bounds of all placements take their time; then what takes a moment, on every placement.
+        # A heuristic on the stages as given, then on every placement.
         yield Phase("own stages", tuning.FIRST_LOOK_SHARE / 2, self._look_at_own_stages)
         yield Phase("all placements", tuning.FIRST_LOOK_SHARE, self._look_at_all)
         # Of layers there are too many partitions to try all.
@@ -123,21 +154,16 @@ class PlacementSearch:
         yield Phase("method asked for", 1.0, self._run_method_asked_for)  # also where all is proven by then
 
     def _look_at_own_stages(self, share: float) -> float:
-        """Run a heuristic on the problem's own stages for a moment or, on a busy machine, until it has a schedule."""
-        unplaced, name = self.contenders.unplaced, self._heuristic("adaoffload")
-        if not (unplaced.infeasible or self.contenders.proven) and self.clock.wall_left_s > 0:
-            self.method_ran = name == self.request.method
-            most = tuning.FIRST_LOOK_MOST
-            self._first_look = self._portfolio(unplaced, name, most * self.clock.seconds)
-            if self._first_look.begin():
-                heuristics = self._first_look.heuristics
-                for _ in heuristics.run(heuristics.streams(), share / most):
-                    pass
+        """Run a heuristic on the problem's own stages for a moment or, on a busy machine, until it has a schedule, also
+        when time is up."""
+        if self.first.begin() and not self.contenders.proven:
+            self.method_ran = self._heuristic == self.request.method
+            for _ in self.first.heuristics.run(share / tuning.FIRST_LOOK_MOST):
+                pass
         return share
 
     def _look_at_all(self, share: float) -> float:
-        self.contenders.list_all(None)
-        self._look_at([c for c in self.contenders.all if c is not self.contenders.unplaced], share, self._first_look)
+        self._look_at([c for c in self.contenders.all if c is not self.contenders.unplaced], share, self.first)
         return share
 
     def _improve_partitions(self, share: float) -> float:
@@ -221,28 +247,33 @@ class PlacementSearch:
                 self.contenders.note(f"{self.request.method}: there was no time left to start it")
         return 0.0
 
-    def _heuristic(self, name: str) -> str:
-        """The heuristic that the request names; this one if it names none."""
-        return name if self.request.method in ("auto", *ENGINES) else self.request.method
+    @property
+    def _heuristic(self) -> str:
+        """The heuristic that the request names; by default that of the portfolio."""
+        return tuning.HEURISTIC if self.request.method in ("auto", *ENGINES) else self.request.method
 
     def _look_at(self, contenders: list[Contender], share: float, first: Portfolio | None = None) -> None:
-        """Run a heuristic on each contender for a share of the time in all, then, on the stages of `first`, too, what
-        the engine `dispatch` would begin with, then the published systems for its stages.
+        """Try the published systems for each contender's stages, then a heuristic for a share of the time in all, then,
+        on the stages of `first`, too, what the engine `dispatch` would begin with.
 
         The lowest bounds come first, should time run out. All but the heuristic stops when half of all the time is
         over.
         """
         order = sorted(contenders, key=lambda contender: contender.incumbents.bound_ms)
         each_s = share * self.clock.seconds / max(1, len(contenders))
-        portfolios = [first, *(self._search(contender, self._heuristic("adaoffload"), each_s) for contender in order)]
-        if self.request.method not in ("auto", *ENGINES):
-            return
-        searches = [portfolio.heuristics for portfolio in portfolios if portfolio]
-        with_rules = searches if self.request.time_limit_s >= tuning.RULES_S and rules_are_compiled() else []
-        by_rules = (heuristics.by_rules() for heuristics in with_rules)
-        for _ in chain(by_rules, *(heuristics.published() for heuristics in searches)):
-            if self.clock.wall_left_s < self.clock.seconds / 2:
-                return
+        tries_all = self.request.method in ("auto", *ENGINES)
+        for contender in (self.contenders.unplaced, *order) if tries_all else ():
+            for name in variants(contender.problem) if not self._is_half_over else ():
+                self._offer_published(contender, name)
+        portfolios = [first, *(self._search(contender, self._heuristic, each_s) for contender in order)]
+        if tries_all and self.request.time_limit_s >= tuning.RULES_S and rules_are_compiled():
+            for portfolio in portfolios:
+                if portfolio and not self._is_half_over:
+                    portfolio.heuristics.by_rules()
+
+    @property
+    def _is_half_over(self) -> bool:
+        return self.clock.wall_left_s < self.clock.seconds / 2
 
     def _search(
         self, contender: Contender, method: str, seconds: float, although_proven: bool = False

@@ -7,29 +7,27 @@ bound of all of them are kept.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
 from optpipe.errors import OptPipeError
-from optpipe.evaluate.objective import length_ms, shorter
 from optpipe.model.arrays import Ints, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import PART, STAGE, of_kinds
-from optpipe.process.protocol import Infeasible, Note, Programs, Request
+from optpipe.process.protocol import Infeasible, Note, OtherStages, Programs, Request
 from optpipe.reuse import repair
-from optpipe.schedule import Schedule, check
+from optpipe.schedule import Schedule
 from optpipe_solver import engines, methods, tuning
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.clock import Clock, counts_work
+from optpipe_solver.clock import UNLIMITED, Clock, counts_work
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.portfolio.engine_runs import EngineRuns
-from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
+from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns, is_small
 from optpipe_solver.schedule_facts import is_listed, is_modelled
-from optpipe_solver.systems import SYSTEMS, in_best_order, is_system
+from optpipe_solver.systems import in_best_order, is_system, on_other_stages, shortest_that_fits
 
 
 def incumbents_of(request: Request, emit: Emit) -> Incumbents:
@@ -60,6 +58,7 @@ class Portfolio:
         self.clock = Clock(seconds, counts_work(request), wall_s=seconds)
         self.incumbents = incumbents or incumbents_of(request, emit)
         self.heuristics = HeuristicRuns(request, system, self.incumbents, self.clock, emit)
+        self.is_infeasible: bool | None = None  # once it has begun
 
     def run(self) -> None:
         """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven.
@@ -76,7 +75,7 @@ class Portfolio:
             self.emit(Note(text=engines.COMPILING))
         runs = EngineRuns(request, planned, incumbents, clock, self.emit)
         share = tuning.heuristics_share(clock.seconds) if planned else 1.0
-        heuristics = self.heuristics.run(self.heuristics.streams(), share, lambda: runs.loading)
+        heuristics = self.heuristics.run(share, lambda: runs.loading)
         heuristics_run = not incumbents.proven
         try:
             while True:
@@ -94,11 +93,17 @@ class Portfolio:
             runs.stop_all()
 
     def begin(self) -> bool:
-        """Emit what needs no search: that the problem is infeasible, or bounds and the warm start.
+        """Emit, once, what needs no search: that the problem is infeasible, or bounds, the warm start and the published
+        schedules.
 
         Returns whether any schedule exists. The warm start has today's costs; it is in more parts, or repaired, if it
         does not hold for them.
         """
+        if self.is_infeasible is None:
+            self.is_infeasible = not self._begin()
+        return not self.is_infeasible
+
+    def _begin(self) -> bool:
         problem, objective = self.request.problem, self.request.objective
         if reason := infeasibility(problem):
             self.emit(Infeasible(reason=reason))
@@ -114,6 +119,7 @@ class Portfolio:
             wrong = str(error)
         if wrong:
             self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong}"))
+        self.heuristics.begin()
         self.incumbents.raise_bound(memory_bound(problem, objective), "memory")
         return True
 
@@ -133,30 +139,16 @@ class Portfolio:
                 self.emit(Note(text=f"{engine} makes no {never}: some heuristics and published schedules do"))
         return reason is None
 
-    def look_at_other_stages(self) -> None:
-        """Emit a note if a published schedule on other stages is shorter than the answer, where time is left.
-
-        The bounds of the problem's own stages do not hold for it.
-        """
-        problem, objective, best_ms = self.request.problem, self.request.objective, self.incumbents.best_ms
-        if self.incumbents.best is None or self.request.method not in ("auto", *methods.ENGINES):
+    def look_at_other_stages(self, has_begun: bool = False) -> None:
+        """Emit the shortest published schedule that fits on other stages: before the search; of a large problem
+        after it, if time is left."""
+        problem, objective, is_large = self.request.problem, self.request.objective, not is_small(self.request.problem)
+        if is_large != has_begun or self.request.method not in ("auto", *methods.ENGINES):
             return
-        clock = Clock(tuning.OTHER_STAGES_S, whole=self.clock)
-        shortest: Schedule | None = None
-        shortest_ms = best_ms
-        for name, system in SYSTEMS.items():
-            if clock.over:
-                break
-            with suppress(OptPipeError):  # it is not for this problem, or its schedule cannot run
-                if system.placement(problem, "all") is None:
-                    continue
-                schedule = in_best_order(name, problem, "all", objective)
-                ms = length_ms(schedule, objective)
-                if shorter(ms, shortest_ms) and not check(schedule.problem, schedule):
-                    shortest, shortest_ms = schedule, ms
-        if shortest is not None:
-            less = f"{shortest_ms:.6g} ms, {1 - shortest_ms / best_ms:.1%} less"
-            self.emit(Note(text=f"on other stages {shortest.method} takes {less}, with {shortest.placement}"))
+        clock = Clock(tuning.OTHER_STAGES_S, whole=self.clock) if is_large else UNLIMITED
+        names = (name for name, _ in on_other_stages(problem))
+        if shortest := shortest_that_fits(problem, names, ("all",), objective, clock):
+            self.emit(OtherStages(schedule=Programs.from_schedule(shortest)))
 
 
 def schedules_from(start: Programs, problem: Problem) -> Iterator[Schedule]:

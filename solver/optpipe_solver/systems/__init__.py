@@ -6,24 +6,37 @@ They do not ask whether memory suffices, nor how long ops take, unless the paper
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from math import ceil
 
 from optpipe.dispatch.descents import entry_orders
-from optpipe.errors import InputError, ScheduleError, did_you_mean
-from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
+from optpipe.errors import InputError, OptPipeError, ScheduleError, did_you_mean
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms, shorter
+from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.options import Placements
 from optpipe.schedule import Schedule, check
 from optpipe_solver import tuning
+from optpipe_solver.clock import UNLIMITED, Clock
 from optpipe_solver.methods import METHODS
 from optpipe_solver.systems import bpipe, chronos, classic, dualpipe, pipeoffload, zero_bubble
 from optpipe_solver.systems.system import PUBLISHED, System, count_chunks, count_devices
 
-__all__ = ["SYSTEMS", "System", "generate", "in_best_order", "in_entry_orders", "is_system", "parse", "variants"]
+__all__ = [
+    "SYSTEMS",
+    "System",
+    "generate",
+    "in_best_order",
+    "in_entry_orders",
+    "is_system",
+    "on_other_stages",
+    "parse",
+    "shortest_that_fits",
+    "variants",
+]
 
 FAMILIES = (classic, dualpipe, pipeoffload, chronos, zero_bubble, bpipe)  # searches try them so
 SYSTEMS: dict[str, System] = {
@@ -122,6 +135,27 @@ def in_best_order(
     return min(schedules, key=rank)
 
 
+def shortest_that_fits(
+    problem: Problem,
+    methods: Iterable[str],
+    stages: Sequence[Placements],
+    objective: Objective,
+    clock: Clock = UNLIMITED,
+) -> Schedule | None:
+    """The shortest of the systems' schedules that fit, each on the problem's own stages (`keep`), on those that it is
+    for (`all`), or on both; None if none does by the time the clock is over."""
+    shortest: Schedule | None = None
+    for method, placements in product(methods, stages):
+        if clock.over:
+            break
+        with suppress(OptPipeError):  # it is not for this problem, or its schedule cannot run
+            schedule = in_best_order(method, problem, placements, objective)
+            is_shorter = shorter(length_ms(schedule, objective), length_ms(shortest, objective))
+            if is_shorter and not check(schedule.problem, schedule):
+                shortest = schedule
+    return shortest
+
+
 def is_system(method: str) -> bool:
     """Whether the method is a published schedule. Raises InputError if it is no method, or its parameters are wrong."""
     if method in METHODS:
@@ -132,6 +166,14 @@ def is_system(method: str) -> bool:
         raise InputError(f"method = {method!r}: the methods are {', '.join(names)}{did_you_mean(name, names, '; ')}")
     parse(method)
     return True
+
+
+def on_other_stages(problem: Problem) -> Iterator[tuple[str, Placement]]:
+    """Yield the systems that are given other stages than the problem's own, where any may be searched, with these."""
+    for name, system in SYSTEMS.items():
+        with suppress(InputError):
+            if placement := system.placement(problem, "all"):
+                yield name, placement
 
 
 def variants(problem: Problem) -> Iterator[str]:

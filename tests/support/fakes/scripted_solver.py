@@ -13,6 +13,7 @@ from optpipe.process.protocol import (
     Infeasible,
     Note,
     Programs,
+    Ready,
     Refused,
     output,
     read_request,
@@ -39,6 +40,8 @@ def _by(problem: Problem, steps: list[str]) -> Schedule:
 def main() -> None:
     request = read_request()
     method = request.method
+    if method != "silent":
+        write_frame(Ready())
     schedules = {"slow": one_at_a_time(request.problem), "fast": all_forwards_first(request.problem)}
     found = {name: Incumbent(method=name, schedule=Programs.from_schedule(each)) for name, each in schedules.items()}
     slow, fast = found["slow"], found["fast"]
