@@ -9,11 +9,12 @@ from cyclopts import Parameter
 from cyclopts.types import NonNegativeFloat, NonNegativeInt
 
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import Objective, gap, length_ms
+from optpipe.evaluate.objective import Objective, gap, length_ms, shorter
 from optpipe.files import read_file, write_file
 from optpipe.model.problem import Problem
 from optpipe.schedule import Found, ScheduleFile, check
 from optpipe_cache import user_cache
+from optpipe_cli.compare import best_published
 from optpipe_cli.options import Json, Output, ProblemPath, require_writable
 from optpipe_cli.output import echo, print_json, print_rows
 from optpipe_solver.bounds import lower_bound
@@ -37,7 +38,10 @@ def lookup(
         print_json({"hit": None}) if json else echo("no schedule in the cache is valid for this problem")
         raise SystemExit(1)
     bound_ms = max(hit.lower_bound_ms or 0.0, lower_bound(wanted, objective))
-    share = gap(length_ms(hit.schedule, objective), bound_ms)
+    ms = length_ms(hit.schedule, objective)
+    share = gap(ms, bound_ms)
+    published = None if hit.exact else best_published(wanted, "keep", objective)
+    published_ms = length_ms(published, objective)
     if output:
         status: Found = "optimal" if share == 0 else "feasible"
         of_makespan = (status, bound_ms) if objective == "makespan" else ()  # so is a file's bound
@@ -54,6 +58,7 @@ def lookup(
                 "span_ms": hit.schedule.span_ms,
                 "lower_bound_ms": bound_ms,
                 "gap": share,
+                "shorter_published": published.method if published and shorter(published_ms, ms) else None,
             }
         )
         return
@@ -61,9 +66,13 @@ def lookup(
     near = "exact hit" if hit.exact else f"nearest hit at distance {hit.distance:.2g} ({terms or 'the same'})"
     proven = "proven optimal" if share == 0 else f"gap {share:.1%} to the lower bound {bound_ms:.6g} ms"
     echo(
-        f"{near}: {length_ms(hit.schedule, objective):.6g} ms by {hit.schedule.method} from the {hit.source}, "
-        f"re-checked for this problem, {proven}"
+        f"{near}: {ms:.6g} ms by {hit.schedule.method} from the {hit.source}, "
+        f"{'re-checked for' if hit.exact else 'adapted, not searched, to'} this problem, {proven}"
     )
+    if published and shorter(published_ms, ms):
+        echo(
+            f"note: {published.method} takes {published_ms:.6g} ms; optpipe solve begins with the shorter one", err=True
+        )
 
 
 def add(

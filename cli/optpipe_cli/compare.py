@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -14,22 +13,23 @@ from rich.table import Table
 from optpipe import solvers
 from optpipe.comparison import Comparison, Row, fullest, is_search
 from optpipe.comparison import compare as compared
-from optpipe.errors import OptPipeError
+from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.files import read_text, write_file
 from optpipe.model.ops import Kind
 from optpipe.model.placement import NAMES
 from optpipe.model.problem import Problem, offload_ratio
-from optpipe.options import CompareOptions
+from optpipe.options import CompareOptions, Placements
 from optpipe.schedule import Schedule
 from optpipe.show.page import plot
 from optpipe.show.svg import gantt
 from optpipe.text import bytes_text, distinct_sizes, printable
 from optpipe_cli.options import Json, NewFolder, Options, require_writable
 from optpipe_cli.output import echo, print_json, print_table, sizes_text, waiting
-from optpipe_solver.systems import SYSTEMS, in_best_order
+from optpipe_solver.systems import SYSTEMS, shortest_that_fits
 
 TIGHT = Path(__file__).parent / "tight-4x8.json"
 SEARCH_S = 4.0  # of each of the two searches of the example: on the problem's own stages, and on any
+SAME = 5e-4  # a share of a length that is no difference
 MOST_FORWARDS = 2048  # stages times micro-batches; with more it takes longer than a second to make them all
 
 
@@ -86,10 +86,10 @@ def lines(comparison: Comparison, name: str) -> Iterator[str | Table]:
         yield table(comparison)
         yield ""
         yield "ms; peak of the device whose memory is fullest, where it does not fit: > limit;"
-        yield "gap to the best bound of a row's stages"
-    before, after = comparison.best_published, comparison.best
-    if before and before.schedule and after and after.schedule and comparison.options.objective == "makespan":
-        yield from gain_lines(before.schedule, after.schedule)
+        yield "gap to the bound beside it, which holds for the row's stages, in a row `any` for all"
+    before, after = comparison.best_published, comparison.best_own
+    if before and before.schedule and after and after.schedule:
+        yield from gain_lines(before.schedule, after.schedule, comparison.options.objective)
     if missing := [row for row in comparison.rows if row.schedule is None]:
         yield ""
         yield "no schedule:"
@@ -102,7 +102,7 @@ def lines(comparison: Comparison, name: str) -> Iterator[str | Table]:
 def table(comparison: Comparison) -> Table:
     """Return the table of all schedules. Rows that do not fit have the figures that they would have."""
     table = Table(box=None, pad_edge=False)
-    for name in ("method", "makespan", "span", "bubble", "peak", "gap", "stages"):
+    for name in ("method", comparison.options.objective, "bubble", "peak", "gap", "bound", "stages"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("method", "stages") else "right")
     for row in comparison.rows:
         if row.schedule:
@@ -112,11 +112,10 @@ def table(comparison: Comparison) -> Table:
                 stages = "1" if one else f"{placement.chunks} {NAMES[placement.shape]}"
             table.add_row(
                 label(row),
-                f"{row.makespan_ms:.5g}",
-                f"{row.span_ms:.5g}",
+                f"{row.value_ms:.5g}",
                 f"{row.bubble:.1%}",
                 _peak(row),
-                "" if row.gap is None else f"{row.gap:.1%}",
+                *("" if row.gap is None else text for text in (f"{row.gap or 0.0:.1%}", f"{row.lower_bound_ms:.5g}")),
                 stages,
                 style=None if row.fits else "dim",
             )
@@ -144,22 +143,27 @@ def title(row: Row) -> str:
     return f"{row.method}, any" if is_search(row.method) and row.placements == "all" else row.method
 
 
-def gain_lines(before: Schedule, after: Schedule) -> Iterator[str]:
-    """Two lines: how much shorter the second schedule is, and why; none if it is not."""
-    if after.makespan_ms >= 0.9995 * before.makespan_ms:
+def gain_lines(before: Schedule, after: Schedule, objective: Objective = "makespan", where: str = "") -> Iterator[str]:
+    """How much shorter or longer the second schedule is than a published one, and why it is shorter."""
+    published = f"{before.method}, the best published one that fits{where}"
+    ratio = length_ms(after, objective) / length_ms(before, objective)
+    shorter, longer = (
+        f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}" for ms in (length_ms(each, objective) for each in (after, before))
+    )
+    if abs(ratio - 1) <= SAME:
+        yield f"OptPipe found nothing shorter than {published}: {longer} ms."
+        return
+    stages = ", on other stages" if after.placement != before.placement else ""
+    change = abs(ratio - 1)
+    much = f"{change:.{0 if change > 0.1 else 1}%} {'less' if ratio < 1 else 'more'} time"
+    yield f"OptPipe's schedule takes {much} than {published}: {shorter} instead of {longer} ms{stages}."
+    if ratio > 1:
         return
 
     def share(schedule: Schedule, kind: Kind) -> float:
         rows = schedule.timeline.rows
         return float((rows.of_kinds(kind) & (rows.part == 0)).sum() / rows.of_kinds(Kind.F).sum())
 
-    less = 1 - after.makespan_ms / before.makespan_ms
-    shorter, longer = (f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}" for ms in (after.makespan_ms, before.makespan_ms))
-    stages = ", on other stages" if after.placement != before.placement else ""
-    yield (
-        f"OptPipe's schedule takes {less:.{0 if less > 0.1 else 1}%} less time than {before.method}, the best "
-        f"published one that fits: {shorter} instead of {longer} ms{stages}."
-    )
     facts = [
         f"{does} {share(after, kind):.0%} of all activations instead of {share(before, kind):.0%}"
         for kind, does in ((Kind.C, "recomputes"), (Kind.O, "offloads"))
@@ -170,16 +174,13 @@ def gain_lines(before: Schedule, after: Schedule) -> Iterator[str]:
     yield f"Why: within the same memory {does_otherwise} {waiting}."
 
 
-def best_published(problem: Problem) -> Schedule | None:
-    """The shortest schedule of the other papers that fits a problem, which is not large, on its own stages."""
-    schedules: list[Schedule] = []
-    if len(problem.stages) * problem.microbatches <= MOST_FORWARDS:
-        for method in SYSTEMS:
-            with suppress(OptPipeError):
-                if method not in solvers.installed().OWN:
-                    schedules.append(in_best_order(method, problem))
-    fitting = (schedule for schedule in schedules if not schedule.compiled.complaints)
-    return min(fitting, key=lambda schedule: schedule.makespan_ms, default=None)
+def best_published(problem: Problem, placements: Placements, objective: Objective) -> Schedule | None:
+    """The shortest schedule of the other papers that fits a problem, which is not large, on the stages that may be
+    used."""
+    if len(problem.stages) * problem.microbatches > MOST_FORWARDS:
+        return None
+    others = (method for method in SYSTEMS if method not in solvers.installed().OWN)
+    return shortest_that_fits(problem, others, ("keep",) if placements == "keep" else ("keep", "all"), objective)
 
 
 def try_(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,10 @@ from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.huggingface import read
 from optpipe.transformer.presets import GPUS, MODELS, preset
 from optpipe.transformer.records import Parallelism, Run, RunOptions, Transformer
+from optpipe_cli.compare import best_published
 from optpipe_cli.options import Flag, Json, Options, Output
 from optpipe_cli.output import echo, print_json
+from optpipe_solver.bounds.least_memory import infeasibility
 
 GB = 1e9
 MOST_GB = 1_000_000  # of a GPU's host memory
@@ -61,10 +64,32 @@ def model(
     else:
         for line in lines(answer):
             echo(line)
+    if not json and (reason := infeasibility(answer.problem)):
+        fits = "; ".join(what_fits(answer))
+        echo(f"note: no schedule fits: {reason}{f'; what fits: {fits}' if fits else ''}", err=True)
     if output:
         answer.problem.save(output)
         if not json:
             echo(f"written to {output}")
+
+
+def what_fits(answer: Estimate) -> Iterator[str]:
+    """The options with which some schedule fits, each with the shortest published one, on any stages."""
+    division, run = answer.parallelism, answer.run
+    changes: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+        f"--recompute {level}": ({}, {"recompute": level}) for level in ("selective", "cheap", "full")
+    }
+    if run.microbatch_size % 2 == 0:
+        halved = {"microbatch_size": run.microbatch_size // 2, "microbatches": 2 * run.microbatches}
+        changes[f"--microbatch-size {halved['microbatch_size']} --microbatches {halved['microbatches']}"] = {}, halved
+    changes[f"--tp {2 * division.tp} on twice the GPUs"] = {"tp": 2 * division.tp}, {}
+    for name, (other_division, other_run) in changes.items():
+        with suppress(InputError):
+            asked = division.model_copy(update=other_division), answer.gpu, run.model_copy(update=other_run)
+            problem = estimate(answer.shape, *asked).problem
+            best = best_published(problem, "all", "makespan")
+            if best or not infeasibility(problem):
+                yield f"{name} ({best.makespan_ms:.6g} ms by {best.method})" if best else name
 
 
 def lines(estimate: Estimate) -> Iterator[str]:

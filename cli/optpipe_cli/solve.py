@@ -55,9 +55,9 @@ def solve(
     ):
         *_, result = running
     try:
-        _print_result(result, json)
+        _print_result(result, json, posed if is_search(options.method) else None)
         has_other_stages = is_search(options.method) and len(posed.devices) > 1 and len(posed.all_routes) == 1
-        if not json and result.placements == "keep" and has_other_stages:
+        if not json and result.placements == "keep" and result.schedule and has_other_stages:
             echo(f"note: other stages were not searched: optpipe solve {problem} --placements all", err=True)
     finally:  # also if stdout is closed
         bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
@@ -81,14 +81,16 @@ def usable_cache() -> Cache | None:
         return None
 
 
-def _print_result(result: Result, json: bool) -> None:
+def _print_result(result: Result, json: bool, searched: Problem | None) -> None:
+    """Print a result; of a problem that was `searched`, beside the best published schedule."""
     if json:
         print_json(result.to_dict())
         return
     echo(str(result))
-    if result.schedule and result.schedule.placement is None and result.objective == "makespan":
-        before = best_published(result.schedule.problem)
-        for line in gain_lines(before, result.schedule) if before else ():
+    if result.schedule and searched:
+        before = best_published(searched, result.placements, result.objective)
+        where = " on the stages as given" if result.placements == "keep" else ""
+        for line in gain_lines(before, result.schedule, result.objective, where) if before else ():
             print_table(line)
     for note in result.notes:
         if note != result.reason:

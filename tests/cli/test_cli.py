@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -17,6 +18,8 @@ from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
 from support.problems.chain import chain, one_by_one
 
 from optpipe import Problem, Schedule, ScheduleFile
+from optpipe_cli import cache as cache_commands
+from optpipe_cli.compare import best_published
 from optpipe_cli.output import Plain, new_console
 
 
@@ -77,7 +80,7 @@ def test_show(scripted, small):
 def test_the_cache_finds_and_keeps_the_better(scripted, small):
     one_at_a_time(small).save("slow.json")
     all_forwards_first(small).save("fast.json")
-    assert "from the pack, re-checked for this problem, " in scripted("cache", "lookup", "p.json")[1]
+    assert "from the pack, adapted, not searched, to this problem, " in scripted("cache", "lookup", "p.json")[1]
     small.replace(p2p_ms=1e6).save("far.json")
     assert scripted("cache", "lookup", "far.json")[:2] == (1, "no schedule in the cache is valid for this problem\n")
     assert scripted("cache", "add", "slow.json", "fast.json")[1] == "2 added, 0 already known as good or better\n"
@@ -95,6 +98,20 @@ def test_the_cache_finds_and_keeps_the_better(scripted, small):
     assert scripted("cache", "prune", "--days", "1")[1] == "0 deleted\n"
     assert scripted("cache", "prune", "0")[1] == "1 deleted\n"
     assert scripted("cache", "import", "all.jsonl")[1] == "1 added\n"
+
+
+def test_an_adapted_schedule_that_a_published_one_beats_is_told_of(scripted, small, monkeypatch):
+    near = SimpleNamespace(
+        schedule=one_at_a_time(small), exact=False, distance=1.0, terms={}, source="cache", lower_bound_ms=None
+    )
+    monkeypatch.setattr(cache_commands, "user_cache", lambda _: SimpleNamespace(lookup=lambda *_: near))
+    shortest = best_published(small, "keep", "makespan")
+    _, out, err = scripted("cache", "lookup", "p.json")
+    assert out.startswith("nearest hit at distance 1 (the same): ")
+    assert err.startswith(f"note: {shortest.method} takes {shortest.makespan_ms:.6g} ms; ")
+    assert json.loads(scripted("cache", "lookup", "p.json", "--json")[1])["shorter_published"] == shortest.method
+    near.schedule = shortest
+    assert scripted("cache", "lookup", "p.json")[2] == ""
 
 
 def test_what_a_file_calls_optimal_is_proven_here_or_not_said(scripted, small):

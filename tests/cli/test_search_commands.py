@@ -31,6 +31,7 @@ from optpipe_cli.output import ctrl_c_calls
 from optpipe_cli.solve import view
 from optpipe_solver.engines import COMPILING
 from optpipe_solver.heuristics import generate
+from optpipe_solver.systems import in_best_order
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 PROBLEM = str(EXAMPLES / "fastlink-4x8.json")
@@ -166,7 +167,7 @@ def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
         os.kill(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=60)  # a second on a quiet machine
     assert process.returncode == 0
-    assert re.match(r"[\d.]+ ms by \S+, bubble .*\n(OptPipe.*\nWhy: .*\n)?written to s.json\n$", out)
+    assert re.match(r"[\d.]+ ms by \S+, bubble .*\n(OptPipe.*\n(Why: .*\n)?)?written to s.json\n$", out)
     found = ScheduleFile.load(tmp_path / "s.json").schedule()
     assert check(found.problem, found) == []
     _, alive = psutil.wait_procs(started, timeout=60)
@@ -189,10 +190,10 @@ def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
     head, columns, *rows = out.splitlines()
     assert [line for line in out.splitlines() if line != line.rstrip()] == []
     assert head == "fastlink-4x8: 4 devices, 4 stages, 8 micro-batches, k = 0.857"
-    assert columns.split() == ["method", "makespan", "span", "bubble", "peak", "gap", "stages"]
+    assert columns.split() == ["method", "makespan", "bubble", "peak", "gap", "bound", "stages"]
     assert all(re.match(r"auto(, any)? \(\S+\) ", row) for row in rows[:2])
     assert [row.split()[0] for row in rows[2:5]] == ["naive", "zb-v", "gpipe"]
-    assert re.search(r"[\d.]+ GB +[\d.]+%  (as given|\d looped|\d V-shaped)$", rows[0])
+    assert re.search(r"[\d.]+ GB +[\d.]+% +[\d.]+  (as given|\d looped|\d V-shaped)$", rows[0])
     assert re.search(r"40 > 15 GB +as given$", rows[4])
     assert re.search(r"\nWhy: within the same memory it .* its devices wait \d+% of the time instead of \d+%\.\n", out)
     assert "\nno schedule:\n1f1b-recompute  stages[0].recompute_ms is missing" in out
@@ -214,6 +215,23 @@ def test_on_a_terminal_of_80_columns_nothing_is_cut(run, monkeypatch):
     plain = re.sub(r"\x1b\[[\d;]*m", "", out).splitlines()
     assert max(map(len, plain)) <= 80
     assert "updates stages 4 to 7 on the host" in " ".join(" ".join(plain).split())  # the end of a reason
+
+
+def test_a_comparison_says_who_is_shorter_and_by_how_much():
+    problem = Problem.load(PROBLEM)
+    published, slower = in_best_order("po-h", problem), generate("naive", problem)
+    ms = f"{slower.makespan_ms:.0f}", f"{published.makespan_ms:.4g}"
+    more = slower.makespan_ms / published.makespan_ms - 1
+    assert list(compare.gain_lines(published, slower)) == [
+        f"OptPipe's schedule takes {more:.0%} more time than po-h, the best published one that fits: "
+        f"{ms[0]} instead of {ms[1]} ms."
+    ]
+    assert list(compare.gain_lines(published, published, where=" here")) == [
+        f"OptPipe found nothing shorter than po-h, the best published one that fits here: {ms[1]} ms."
+    ]
+    less, why = compare.gain_lines(slower, published)
+    assert "% less time than naive, " in less
+    assert why.startswith("Why: ")
 
 
 def test_what_a_search_notes_is_told(run, monkeypatch):
