@@ -174,14 +174,18 @@ def test_a_run_that_is_out_of_memory_gets_a_plan() -> None:
     assert (ample.used_bytes, ample.iteration_ms) == (plan.today.used_bytes, plan.today.iteration_ms)
 
 
-def test_the_same_division_is_tried_though_others_are_better() -> None:
-    plan = planned(question(10 * RESERVED), today="tp 2, pp 2, recompute full, sequences 2")
+def test_the_division_of_a_run_that_is_out_of_memory_is_tried_though_others_are_better() -> None:
+    """It fits with recomputation; a plan without today rules it out by bounds."""
+    asked = question(RESERVED + 4_500_000_000, stack="megatron")
+    plan = planned(asked, today="pp 2")
     assert plan.today
-    assert plan.today.candidate.division != plan.best.division
-    same = next(c for c in plan.ranked if c.division == plan.today.candidate.division)
+    division = plan.today.candidate.division
+    assert (plan.today.fits, division) == (False, (1, 2, 2, 1, 1))
+    assert plan.best.division != division
+    same = next(c for c in plan.ranked if c.division == division)
     assert same.schedule
-    assert same.iteration_ms < plan.today.iteration_ms
-    assert same.estimate.run.recompute == "none"
+    assert same.estimate.run.recompute == "full"
+    assert not [c for c in planned(asked).ranked if c.division == division and c.schedule]
 
 
 def test_a_margin_is_neither_held_nor_used() -> None:
