@@ -1,6 +1,7 @@
 """Within any time, no answer is longer than a published schedule that fits on the stages that may be used."""
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from optpipe.options import Placements, SearchOptions
 from optpipe.process.protocol import Frame, OtherStages, Remedies, Request
 from optpipe_solver import first
 from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, offer_remedies
 from optpipe_solver.portfolio.remedies import _recomputed
 from optpipe_solver.systems import SYSTEMS, in_entry_orders, variants
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 NO_TIME_S = 1e-6
 MEMORY = st.sampled_from([0.6, 1.0, 1.5, 3.0, 100.0])
 PLACEMENTS = st.sampled_from(["keep", "all"])
@@ -58,6 +61,18 @@ def answered(problem: Problem, placements: Placements, objective: str, is_first:
     else:
         (PlacementSearch if placements == "all" else Portfolio)(request, frames.append).run()
     return frames
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(
+    ("name", "placements"), [("bpipe-8x16", "keep"), ("shared-pcie-4x8", "keep"), ("zero-bubble/zb-8x24-half", "all")]
+)
+def test_nor_where_the_first_schedules_of_list_scheduling_are_longer(name, placements, is_first):
+    problem = Problem.load(EXAMPLES / f"{name}.json")
+    shortest = min(each.makespan_ms for each in published(problem, placements))
+    assert next(STREAMS["adaoffload"](problem, "makespan")).makespan_ms > shortest
+    found = schedules(answered(problem, placements, "makespan", is_first), problem)
+    assert found[-1].makespan_ms <= shortest
 
 
 @settings(max_examples=examples(40), deadline=None)
