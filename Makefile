@@ -57,7 +57,7 @@ test-all: test ## and all that takes longer: PostgreSQL, many ranks, kills, host
 	+$(MAKE) --no-print-directory --jobs 2 docs suite-slow $(if $(shell command -v npx),check-web,$(info No npx here: the types of the pages' code are not checked.))
 
 suite: setup ## run the tests of `make test` only
-	PYTHONPATH=tests $(BIN)/python -m support.compile_loops
+	$(BIN)/python -m optpipe_solver.compiling
 	$(PYTEST) -m 'not slow and not soak and not stacks'
 
 suite-slow: setup ## run the tests that `make test-all` adds

@@ -23,6 +23,10 @@ class Solver(Protocol):
         The modules that answer a `Request` and a `CompareRequest` as `python -m MODULE`.
     FIRST
         The module with first schedules: `answer(request, emit)`, as `COMPARE` has, and `warm_up()`.
+    COMPILE
+        The module that compiles as `python -m MODULE` what the others run, once on a machine.
+    SYSTEMS
+        The module with `is_system(method)`, which raises `InputError` for what is no method.
     ENGINES
         The methods that search.
     EXHAUSTIVE
@@ -34,6 +38,8 @@ class Solver(Protocol):
     SEARCH: str
     COMPARE: str
     FIRST: str
+    COMPILE: str
+    SYSTEMS: str
     ENGINES: tuple[str, ...]
     EXHAUSTIVE: tuple[str, ...]
     OWN: tuple[str, ...]

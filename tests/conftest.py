@@ -4,6 +4,8 @@ for whoever asks."""
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,13 +40,11 @@ def _patience() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
     """What compiles in the background on a user's machine is compiled before the first test."""
-    from support import compile_loops  # it loads numba
-
-    from optpipe.dispatch.descents import LOOPS
+    from optpipe.dispatch.descents import LOOPS  # it loads numba
     from optpipe.evaluate.jit import waits_for_compiler
 
     if waits_for_compiler(LOOPS):
-        compile_loops.main()
+        subprocess.run([sys.executable, "-m", solvers.installed().COMPILE], check=True)
 
 
 @pytest.fixture

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 # Ops that are handled in plain Python, in about 0.1 s, before numba is imported, which takes about as long.
 ENOUGH = 20_000
+LOCK = "compiler"  # a file's name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_eager = False
+_enough: float = ENOUGH
+_for_all = False
 
 
-def compile_at_once() -> None:
-    """Compiles in this process from now on, however little the work: a training may wait at its start, not later."""
-    global _eager
-    _eager = True
+def compile_at_once(for_all: bool = False) -> None:
+    """Compiles in this process from now on, however little the work: a training may wait at its start, not later.
+
+    With `for_all` this is the process that others do not repeat the work of (`compiles_elsewhere`).
+    """
+    global _enough, _for_all
+    _enough, _for_all = 0, for_all
+
+
+def load_compiled(loops: Iterable[str]) -> bool:
+    """Uses machine code at once from now on, if an earlier process has compiled these loops; else compiles nothing in
+    this process, however much the work: who waits for its answers does not wait for a compiler. Returns which."""
+    global _enough
+    _enough = inf if waits_for_compiler(loops) else 0
+    return _enough == 0
 
 
 class LazyJit:
@@ -36,7 +53,7 @@ class LazyJit:
 
     def __call__(self, work: int, *args: Any) -> Any:
         self._work += work
-        if self._compiled is None and (_eager or self._work > ENOUGH):
+        if self._compiled is None and self._work > _enough and not compiles_elsewhere():
             self._compiled = compiled(self._function)  # one store: threads may come here together
         return (self._compiled or self._function)(*args)
 
@@ -105,14 +122,46 @@ def waits_for_compiler(loops: Iterable[str]) -> bool:
     return False
 
 
+def compiler_lock() -> TextIO | None:
+    """Return a file that is locked until all processes that inherit it have ended: for the one that compiles all loops.
+    None if another process has it, or no file can be written."""
+    with ExitStack() as unless_locked:
+        try:
+            _users().mkdir(parents=True, exist_ok=True)
+            file = unless_locked.enter_context((_users() / LOCK).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return None
+        unless_locked.pop_all()
+    return file
+
+
+def compiles_elsewhere() -> bool:
+    """Whether another process compiles all loops just now, so that this one need not."""
+    if _for_all:
+        return False
+    try:
+        with (_users() / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # or no process ever did
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def _users() -> Path:
+    """The user's folder for compiled code."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optpipe"
+
+
 _numbas_folder = threading.Lock()
 
 
 def _kept_in(folder: Path) -> Path:
-    """Where the code compiled of the functions in a folder is kept."""
+    """Where the code compiled of the functions in a folder is kept: beside them, unless that cannot be written."""
     import numba
 
-    return Path(numba.config.CACHE_DIR or folder / "__pycache__") / f"optpipe-{_digest(folder)}"
+    beside = folder / "__pycache__" if os.access(folder, os.W_OK) else _users()
+    return Path(numba.config.CACHE_DIR or beside) / f"optpipe-{_digest(folder)}"
 
 
 @cache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from optpipe.dispatch.descents import LOOPS
 from optpipe.errors import InputError
-from optpipe.evaluate.jit import compile_at_once
+from optpipe.evaluate.jit import load_compiled
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import End, Note, Refused, Request
 from optpipe.reuse import by_rules
@@ -16,14 +17,19 @@ from optpipe_solver.portfolio.heuristic_runs import count_ops
 
 
 def warm_up() -> None:
-    """Load and compile what answers need, so that nobody waits for it."""
-    compile_at_once()
+    """Load what answers need, so that nobody waits for it; also what is compiled, if it is."""
+    small = small_problem()
+    answer(Request(problem=small), lambda _: None)
+    if load_compiled(LOOPS):
+        by_rules(small, None, "makespan")  # an answer that is optimal leaves them out
+
+
+def small_problem() -> Problem:
+    """Two devices whose activations can leave."""
     times = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms")
     stage = {**dict.fromkeys(times, 1.0), "activation_bytes": 2, "saved_for_weight_bytes": 1, "offload_bytes": 2}
     stages, devices = [{"device": d, **stage} for d in range(2)], [{"activation_budget_bytes": 4}] * 2
-    small = Problem.from_dict({"microbatches": 4, "devices": devices, "stages": stages})
-    answer(Request(problem=small), lambda _: None)
-    by_rules(small, None, "makespan")  # an answer that is optimal leaves them out
+    return Problem.from_dict({"microbatches": 4, "devices": devices, "stages": stages})
 
 
 def answer(request: Request, emit: Emit) -> None:
@@ -31,9 +37,11 @@ def answer(request: Request, emit: Emit) -> None:
     list scheduling on the problem's own stages.
 
     It ends with `End`, or with `Refused` if the method is unknown or does not apply. The first schedules of list
-    scheduling are enough, with what a compiled list scheduler finds by simple rules in a moment. Where the former would
-    take too long, `naive` comes at once, and published systems are tried for the request's time limit.
+    scheduling are enough, with what a compiled list scheduler, if there is one by now, finds by simple rules in a
+    moment. Where the former would take too long, `naive` comes at once, and published systems are tried for the
+    request's time limit. One of less than `tuning.THOROUGH_S` leaves out rules and other stages.
     """
+    is_compiled, is_thorough = load_compiled(LOOPS), request.time_limit_s >= tuning.THOROUGH_S
     large = count_ops(request.problem) / tuning.OPS_PER_S > tuning.FIRST_LIST_S
     enough = Clock(min(request.time_limit_s, tuning.FIRST_LIST_S) if large else 0.0)
     request = request.model_copy(update={"time_limit_s": 2 * tuning.FIRST_LIST_S})
@@ -45,14 +53,14 @@ def answer(request: Request, emit: Emit) -> None:
     try:
         search.begin()
         own = search if isinstance(search, Portfolio) else search.first
-        if own is search:
+        if own is search and is_thorough:
             own.look_at_other_stages()
         if own.begin():
             named = request.method not in ("auto", *ENGINES)
             for _ in own.heuristics.run(1.0, name="naive" if large and not named else None):
                 if own.incumbents.proven or (own.incumbents.best and enough.over):
                     break
-            if request.method == "auto" and not own.incumbents.proven:
+            if is_compiled and is_thorough and request.method == "auto" and not own.incumbents.proven:
                 own.heuristics.by_rules()
         elif own is search:
             offer_remedies(request, emit, search.clock)

@@ -7,6 +7,7 @@ import re
 from importlib.util import find_spec
 
 SEARCH, COMPARE, FIRST = "optpipe_solver", "optpipe_solver.compare", "optpipe_solver.first"
+COMPILE, SYSTEMS = "optpipe_solver.compiling", "optpipe_solver.systems"
 MILP = "milp"
 RELAX = "relax"  # proves bounds, and finds no schedules
 ENGINES = ("dispatch", "lns", "cpsat", MILP, RELAX)

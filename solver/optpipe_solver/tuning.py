@@ -63,6 +63,7 @@ OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half
 HEURISTIC = "adaoffload"
 
 # The first schedule of a request
+THOROUGH_S = 0.1  # of time in which it also searches by rules, some 50 ms, and tries other stages
 FIRST_LIST_S = 0.5  # that list scheduling may take for it; `naive` comes first where it takes longer
 
 # Heuristics by themselves

@@ -18,6 +18,7 @@ from optpipe_solver import clock, engines, systems, tuning
 from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.heuristics import generate
 from optpipe_solver.methods import ENGINES, HEURISTICS, MILP
+from optpipe_solver.portfolio import engine_runs as engine_runs_module
 from optpipe_solver.portfolio.engine_runs import EngineProcess, EngineProcesses, EngineRuns
 from optpipe_solver.portfolio.portfolio import incumbents_of
 from optpipe_solver.tuning import EngineRun, engine_runs
@@ -104,6 +105,25 @@ def test_engines_that_must_compile_let_another_begin(
     monkeypatch.setattr(engines, "waits_for_compiler", lambda name: name == "dispatch")
     searching([EngineRun("dispatch", 0.1), EngineRun("lns", 0.1)], threads=threads).start_next(beside_heuristics=False)
     assert [engine.engine for engine in started] == order
+
+
+@pytest.mark.parametrize(("threads", "order"), [(1, ["lns"]), (2, ["lns", "cpsat"])])
+def test_engines_that_another_process_compiles_wait_for_it(
+    threads: int, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: EngineProcesses, asked: Request, start: Schedule | None, *_: float) -> None:
+        self.running.append(SimpleNamespace(engine=asked.method, threads=asked.threads, start=start))
+
+    monkeypatch.setattr(EngineProcesses, "start", start)
+    monkeypatch.setattr(engine_runs_module, "compiles_elsewhere", lambda: True)
+    monkeypatch.setattr(engines, "waits_for_compiler", lambda name: name in ("dispatch", "relax"))
+    planned = [EngineRun(name, 0.1) for name in ("dispatch", "lns", "relax", "cpsat")]
+    runs = searching(planned, threads=threads)
+    runs.start_next(beside_heuristics=False)
+    assert [process.engine for process in runs._processes.running] == order
+    alone = searching(planned[:1], threads=threads)  # nothing else runs: it does not wait
+    alone.start_next(beside_heuristics=False)
+    assert [process.engine for process in alone._processes.running] == ["dispatch"]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

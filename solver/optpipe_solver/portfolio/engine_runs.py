@@ -16,6 +16,7 @@ from math import inf
 import psutil
 
 from optpipe.errors import OptPipeError
+from optpipe.evaluate.jit import compiles_elsewhere
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Note, Programs, Ready, Request
 from optpipe.schedule import Schedule
@@ -161,6 +162,8 @@ class EngineRuns:
                 self._planned.clear()
                 return
             able = [run for run in self._planned if self.may_gain(run)]
+            if compiles_elsewhere():  # what waits for that comes later, if anything runs without it
+                able = [run for run in able if not engines.waits_for_compiler(run.engine)] or able[: not running]
             if not able:
                 return
             under_way = [(process.engine, process.start) for process in running]
