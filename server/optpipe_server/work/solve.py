@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -36,7 +35,7 @@ LEAST_MIB = 64
 RETRY_S = 0.5  # between two attempts to write while the database is away
 RISE = 1e-3  # a bound that rises by a smaller share is sent with the next schedule, or at the end
 
-_NOT_RUNNING = float("inf")  # stands for a time when no search runs
+_NOT_RUNNING = float("inf")  # stands for a limit when no search runs
 
 Why = Literal["cancelled", "settled", "crashed", "late", "stopping", "lost"]
 P = ParamSpec("P")
@@ -71,7 +70,7 @@ class Solve:
         self._message = ""  # what was wrong, if that ended the search
         limits = [mib for mib in (claim.options.memory_mib, most_mib) if mib is not None]
         self._memory_mib = min(limits, default=None)  # None is no limit
-        self._began = self._until = _NOT_RUNNING  # by the monotonic clock; one that still runs `until` then is late
+        self._limit_s = _NOT_RUNNING  # of the search, from when its process was ready; one that runs on is late
         self._best = Result("unknown", objective=claim.options.objective, lower_bound_ms=claim.lower_bound_ms)
         if claim.best is not None and claim.best_version == claim.problem_version:
             self._best = merged(self._best, Result.from_schedule(claim.best, claim.options))
@@ -80,8 +79,8 @@ class Solve:
 
     @property
     def spent_s(self) -> float:
-        """Seconds of the job's time limit that are spent."""
-        return self.claim.spent_s + max(0.0, time.monotonic() - self._began)
+        """Seconds of the job's time limit that are spent: since the search's process was ready."""
+        return self.claim.spent_s + (self._search.ran_s if self._search else 0.0)
 
     def end(self, why: Why, message: str = "") -> None:
         """End the search, also one that has not begun. The first reason counts, but a job that is lost is lost."""
@@ -100,7 +99,7 @@ class Solve:
         search = self._search
         if self._should_stop():
             self.end("stopping")
-        elif time.monotonic() > self._until:
+        elif search is not None and search.ran_s > self._limit_s:
             self.end("late")
         elif search is not None and self._memory_mib is not None:
             # Pages that processes share count for each of them. A limit on the address space would not do: CP-SAT
@@ -161,7 +160,7 @@ class Solve:
         except OSError as error:
             return replace(last, failure=f"the solver could not be started: {error.strerror or error}")
         finally:
-            self._until = _NOT_RUNNING
+            self._limit_s = _NOT_RUNNING
             if (search := self._search) is not None:  # none of its processes is left
                 search.cancel()
                 process_tree.end(search.mark)
@@ -176,8 +175,7 @@ class Solve:
             if self._why is not None:
                 return iter(())
             options, remaining_s = self.claim.options, self.claim.options.time_limit_s - self.claim.spent_s
-            self._began = time.monotonic()
-            self._until = self._began + remaining_s + LATE_S
+            self._limit_s = remaining_s + LATE_S
             memory_mib = self._memory_mib and max(LEAST_MIB, int(SOLVER_SHARE * self._memory_mib))
             changed = {
                 "time_limit_s": remaining_s,
