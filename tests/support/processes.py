@@ -1,5 +1,6 @@
 """Processes of tests: a port to listen on, how long a test waits for what they do, and whether they have ended."""
 
+import resource
 import socket
 import threading
 import time
@@ -52,3 +53,11 @@ def over(pid: int) -> bool:
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
     return True
+
+
+def allow_files(most: int) -> None:
+    """Let this process have so many files; skip the test if the system does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < most:
+        pytest.skip(f"the system allows {hard} files a process, {most} are needed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

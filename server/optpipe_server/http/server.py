@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -24,7 +24,10 @@ GRACE_S = 5  # for requests in progress when the service is to end
 IDLE_S = 10.0  # for a request's first line and headers to arrive, and between two requests
 LONGEST_HEAD = 2**14  # bytes of a request's first line and headers
 OTHERS = 1000  # connections besides event streams
-FILES = 300  # files that the process needs besides its connections
+FILES = 300  # files that the process needs besides its connections, and for those that have just come
+SPARE = 300  # connections left for whole requests; before others take them, some end
+AT_ONCE = 64  # connections that are let in, or ended, before others are served
+BACKLOG = 1024  # connections that the system keeps meanwhile
 
 
 class Server(uvicorn.Server):
@@ -36,14 +39,29 @@ class Server(uvicorn.Server):
         self.service, self._ready = service, ready
         self._without_request: dict[H11Protocol, float] = {}  # connections, and since when
 
+    @property
+    def _connections(self) -> set[H11Protocol]:
+        return cast("set[H11Protocol]", self.server_state.connections)
+
+    def make_room(self) -> bool:
+        """End some connections without a whole request, the oldest first, if there are too many; whether it did."""
+        most = cast(int, self.config.limit_concurrency)
+        if len(self._connections) <= max(1, most - SPARE):
+            return False
+        since, now = self._without_request, time.monotonic()
+        halves = [each for each in self._connections if _is_idle(each) or each.cycle.more_body]
+        ends = [each for each in halves if not each.transport.is_closing()]
+        for each in sorted(ends, key=lambda each: since.get(each, now))[:AT_ONCE]:
+            each.transport.abort()
+        return bool(ends)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        now, connections = time.monotonic(), cast("set[H11Protocol]", self.server_state.connections)
-        idle = [each for each in connections if each.cycle is None or each.cycle.response_complete]
+        now, idle = time.monotonic(), filter(_is_idle, self._connections)
         self._without_request = {each: self._without_request.get(each, now) for each in idle}
         for connection, since in self._without_request.items():
             if now - since > IDLE_S:
@@ -53,6 +71,29 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.closing()
         await super().shutdown(sockets)
+
+
+def _is_idle(connection: H11Protocol) -> bool:
+    """Whether no head of a request has come since the last reply."""
+    return connection.cycle is None or connection.cycle.response_complete
+
+
+class Listener(socket.socket):
+    """Lets a connection in once `make_room` has nothing to do.
+
+    asyncio would let connections in until the process has no file left, and then log that thousands of times.
+    """
+
+    make_room: Callable[[], bool] = staticmethod(lambda: False)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.make_room():
+            raise BlockingIOError  # those that have ended are closed first; then it is asked again
+        return super().accept()
+
+    def listen(self, backlog: int = BACKLOG, /) -> None:
+        """asyncio's `backlog` is what it lets in at once."""
+        super().listen(BACKLOG)
 
 
 PRINT: Callable[[str], None] = partial(print, "optpipe serves on", flush=True)
@@ -86,14 +127,13 @@ def serve(
             server.run(sockets=[listener])
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> Listener:
     """Return a listening socket, also on the port of a process that has just ended."""
     if not 0 <= port <= 65535:
         raise InputError(f"port = {port}: must be 0 to 65535")
     try:
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = Listener(fileno=socket.create_server((host, port), family=family, backlog=BACKLOG).detach())
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"host = {host!r}, port = {port}: {why or error}") from None
@@ -103,7 +143,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def make_server(listener: socket.socket, settings: Settings, ready: Callable[[str], None]) -> Server:
+def make_server(listener: Listener, settings: Settings, ready: Callable[[str], None]) -> Server:
     """Return the server that will answer on the socket.
 
     `run` it, in a thread of its own if the process handles signals itself. Raises `InputError` for wrong settings, and
@@ -124,6 +164,8 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
         http="h11",
         h11_max_incomplete_event_size=LONGEST_HEAD,
         limit_concurrency=connections(settings.streams + OTHERS),
+        backlog=AT_ONCE,
+        loop="asyncio",  # another one would not ask the listener
         ws="none",
         log_config=None,
         log_level="warning",
@@ -131,7 +173,9 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
         server_header=False,
         timeout_graceful_shutdown=GRACE_S,
     )
-    return Server(config, service, lambda: ready(url))
+    server = Server(config, service, lambda: ready(url))
+    listener.make_room = server.make_room
+    return server
 
 
 def connections(most: int) -> int:

@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
-from support.processes import until
+from support.processes import allow_files, until
 from support.service import client_at, running, settings_in, use_fake_solver
 from support.service.rest import PROBLEM
+from support.service.serve_process import serve_process
 
 from optpipe_server.http import app
 from optpipe_server.http import server as http_server
@@ -136,6 +138,32 @@ def test_unread_streams_do_not_block_others(most: int, tmp_path: Path, monkeypat
         # Until it has noticed that they are gone.
         until(lambda: client.get(job, params={"wait": 0.01}).status_code != 503)
         assert client.post(f"{job}/cancel").status_code == 202
+
+
+FLOOD, FEW_FILES, LOCKED_OUT_S = 2800, 1024, 2.0
+
+
+@pytest.mark.parametrize("half", ["headers", "a body"])
+def test_thousands_of_half_requests_lock_nobody_out_and_fill_no_log(tmp_path: Path, half: str) -> None:
+    """More than the service has files for, while others ask; without keys, so that it waits for bodies.
+
+    How long those wait is counted in the service's own seconds, whatever else the machine does.
+    """
+    allow_files(2 * FLOOD)
+    with serve_process(tmp_path, files=FEW_FILES) as (process, client), ExitStack() as stack:
+        address = (client.base_url.host, client.base_url.port)
+        service, slowest_s = psutil.Process(process.pid), 0.0
+        for number in range(FLOOD):
+            flood = stack.enter_context(socket.create_connection(address, timeout=60))
+            with suppress(ConnectionError):  # it has been ended for another one
+                flood.sendall(HALVES[half])
+            if number % 200 == 199:
+                began_s = sum(service.cpu_times()[:2])
+                with client_at(str(client.base_url)) as other:  # a new connection
+                    assert other.get("/v1/jobs").status_code == 200
+                slowest_s = max(slowest_s, sum(service.cpu_times()[:2]) - began_s)
+        assert slowest_s < LOCKED_OUT_S
+    assert (tmp_path / "serve.log").stat().st_size < 500_000
 
 
 @pytest.mark.parametrize(("soft", "hard", "most"), [(256, 4096, 1500), (256, 1024, 724), (256, 256, 1)])
