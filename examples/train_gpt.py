@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/train_gpt.py [--service http://127.0.0.1:80
 """
 
 import argparse
+import logging
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--service", help="address of `optpipe serve`")
     arguments = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("optpipe").setLevel(logging.INFO)  # also which schedules are adopted
 
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -34,8 +37,11 @@ def main() -> None:
 
     pipe = Pipeline({rank: module}, range(ranks), gpt.loss, MICROBATCHES)
     problem = pipe.profile(*batch(0), activation_budget_bytes=16 * 2**20)
-    pipe.load(optpipe.solve(problem, time_limit_s=10).schedule if rank == 0 else None)
-    train = Follower(pipe, arguments.service) if arguments.service else pipe
+    if arguments.service:  # which sends schedules while the training runs
+        train = Follower(pipe, arguments.service)
+    else:
+        train = pipe
+        pipe.load(optpipe.solve(problem, time_limit_s=10).schedule if rank == 0 else None)
     for step in range(arguments.steps):
         inputs, targets = batch(step)
         optimizer.zero_grad()

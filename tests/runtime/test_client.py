@@ -1,7 +1,9 @@
 """The client: schedules arrive, costs change, and the service may end and come back. What is offered is better than
 what runs, for the current costs; the service gets reports of what was swapped in."""
 
+import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ def test_a_service_that_comes_goes_and_comes_back(
     monkeypatch.setattr(client_module, "wait_s", lambda state: waits.append(wait_s(state)) or waits[-1])
     with ScheduleClient(f"http://127.0.0.1:{port}/", chain(), method="hang") as client:
         until(lambda: len(waits) >= 5)
+        assert client.why_none == "the service cannot be used"
         with running(settings, port):
             assert len(warnings(caplog)) == 1, "one warning an outage, however many attempts"
             first = until(client.poll)
@@ -67,6 +70,17 @@ def test_a_service_that_comes_goes_and_comes_back(
         7,
         9.5,
     )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_search_ends_with_its_training(settings: Settings, fails: bool) -> None:
+    """Also after a failure; what it has found stays."""
+    with running(settings) as (url, _):
+        with suppress(ZeroDivisionError), ScheduleClient(url, chain(), method="hang") as client:
+            offer = until(client.poll)
+            assert 1 // (not fails)
+        until(lambda: jobs_at(url)[0]["state"] == "cancelled")
+        assert seen(f"{url}/v1/jobs/{offer.job}")["best"]["makespan_ms"] == offer.makespan_ms
 
 
 def test_a_search_goes_on_with_new_costs(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
@@ -115,6 +129,7 @@ def test_only_what_is_better_is_offered(
         until(lambda: client.ended)
         offer = client.poll()
     assert (offer and offer.schedule.method) == offered
+    assert re.fullmatch(r"none is shorter than the one of [\d.]+ ms, and the search is over", client.why_none)
     if offer:
         assert (offer.version, offer.seq) == (1, 1)
         assert check(problem, offer.schedule) == []

@@ -315,6 +315,20 @@ def test_a_swap_is_reported_at_once_and_its_first_step_is_not_measured() -> None
     assert reports[1:] == [(3, 7, 11.0)]
 
 
+def test_why_there_was_no_adoption_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "optpipe.follow")
+    adoptions, _ = begun()
+    adoptions.log_if_none(9, "none is better")
+    none, refused = Adoptions(), Adoptions()
+    none.log_if_none(9, "none is better")
+    refused.offered = client([]), OFFER
+    refused.log_if_none(9, "none is better")
+    assert [record.getMessage() for record in caplog.records] == [
+        "no schedule was adopted in 9 steps: none is better",
+        "no schedule was adopted in 9 steps: the one that was offered was refused, or came too late",
+    ]
+
+
 def test_a_median_is_reported_again_after_twice_as_many_steps_and_at_the_end() -> None:
     adoptions, reports = begun()
     for _ in range(3000):

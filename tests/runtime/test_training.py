@@ -170,7 +170,7 @@ def test_ten_lines_of_a_script_are_added() -> None:
         for line in difflib.ndiff(*(lines[lines.index("import argparse") :] for lines in (before, after)))
         if line[:2] == "+ "
     ]
-    assert len(list(filter(None, added))) == 10
+    assert len(list(filter(None, added))) == 14
 
 
 def test_both_examples_print_the_same_losses(ranks: Ranks, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ from optpipe_runtime.service.requests import (
 log = logging.getLogger("optpipe.client")
 
 FIRST_S, LONGEST_S = 0.5, 30.0  # waits after a failure, doubled each time
-REPORT_S = 3.0  # how long `close` waits until the service has the last adoptions
+REPORT_S = 3.0  # how long `close` waits until the service has the last adoptions, and has ended the search
 CLOSE_S = 6.0  # how long `close` waits for the thread, which is a daemon
 HERE = "here"  # the job of a search on this host
 OUTAGES: dict[type[ServiceError], tuple[str, str]] = {  # what the log says when one begins, and when it is over
@@ -185,13 +185,20 @@ class ScheduleClient:
         self._in_thread(self._adopt, (offer.job, offer.seq), content)
 
     @property
+    def why_none(self) -> str:
+        """Why there is nothing to poll, for people."""
+        if self._outages:
+            return "the service cannot be used"
+        best = f"of {self._best.makespan_ms:.4g} ms" if self._best else "that it began with"
+        return f"none is shorter than the one {best}, and the search {'is over' if self.ended else 'goes on'}"
+
+    @property
     def ended(self) -> bool:
         """Whether the search is over: the next offer to poll is the last."""
         return self._searched == self._asked
 
     def close(self) -> None:
-        """Stops following. The job on the service goes on to its own end. Waits up to `REPORT_S` if adoptions are still
-        to be reported."""
+        """Stops following; the service ends the search. Waits up to `REPORT_S` if the service is slow or away."""
         self._in_thread(self._closing.set)
         self._thread.join(CLOSE_S)
 
@@ -220,7 +227,11 @@ class ScheduleClient:
             if self._searching is not None:
                 self._searching.cancel()
             self._to_report.set()
-            await asyncio.wait([reporting], timeout=REPORT_S)
+            with suppress(TimeoutError, ServiceError):
+                async with asyncio.timeout(REPORT_S):
+                    await asyncio.wait([reporting])
+                    if self._job is not None and not self.ended:
+                        await request(self._http, "POST", f"/v1/jobs/{self._job}/cancel")
             reporting.cancel()
             await asyncio.wait([task for task in (reporting, self._searching) if task is not None])
 

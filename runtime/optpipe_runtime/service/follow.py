@@ -198,6 +198,7 @@ class Follower:
     def _stop(self) -> None:
         self._adoptions.finish()
         if self._client is not None:
+            self._adoptions.log_if_none(self._count, self._client.why_none)
             self._client.close()
 
     def __enter__(self) -> Follower:
@@ -220,6 +221,7 @@ class Adoptions:
     def __init__(self) -> None:
         self.offered: tuple[ScheduleClient, Offer] | None = None  # the pipeline may swap it in or refuse it
         self._runs: dict[int, _Adoption] = {}  # by version of the pipeline's schedule
+        self.count = 0  # of schedules that ran
 
     def swapped(self, version: int, running: Schedule, step: int) -> None:
         """From this step on another schedule runs: the offered one, or one that the pipeline went back to."""
@@ -229,6 +231,7 @@ class Adoptions:
         if (running.programs, running.links) == (offer.schedule.programs, offer.schedule.links):
             self.offered = None
             self._runs[version] = _Adoption(client, offer, step)
+            self.count += 1
             client.adopted(offer, step)
 
     def measured(self, steps: Iterable[tuple[int, float]]) -> None:
@@ -241,6 +244,12 @@ class Adoptions:
                 run.report()
             if version != max(self._runs):
                 self._runs.pop(version).report()
+
+    def log_if_none(self, steps: int, why: str) -> None:
+        """Logs why no schedule ran; `why` holds if none was offered."""
+        if not self.count:
+            why = "the one that was offered was refused, or came too late" if self.offered else why
+            log.info("no schedule was adopted in %d steps: %s", steps, why)
 
     def finish(self) -> None:
         """Reports what is left: times from now on are not comparable any more."""
