@@ -19,7 +19,7 @@ from optpipe.evaluate.objective import gap, length_ms, raises
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
-from optpipe.results import Result
+from optpipe.results import NOTHING_YET, Result
 from optpipe.schedule import Schedule
 from optpipe_server import metrics
 from optpipe_server.database.changes import (
@@ -164,7 +164,8 @@ class Searches:
                 result = replace(result, schedule=None, status="infeasible" if state == "infeasible" else "unknown")
             elif state != "cancelled":
                 state = "done"
-            reason = storable_text(text) if (text := result.explanation) else None
+            text = result.explanation or (NOTHING_YET if state == "failed" else None)
+            reason = storable_text(text) if text else None
             over = {**end_values(state, reason), "spent_s": spent_s}
             if best is not None and (result.value_ms is None or raises(result.value_ms, best)):  # that one stands
                 update_job(db, job, **over)

@@ -7,6 +7,7 @@ import { age, apart, badge, choice, duration, empty, field, link, nameOf, refill
 
 const AGAIN_MS = 2000;
 const LISTED = 50;
+const WITHOUT = ["failed", "infeasible"]; // a schedule, as the job's reason says
 
 const ORDERS = {
   newest: () => 0,
@@ -100,7 +101,7 @@ function jobTable(jobs, differences, chosen, choose) {
     name.dataset.focus = job.id;
     return [
       element("span", "name", box, element("span", "two", name, element("small", "", differences.get(job.id) ?? ""))),
-      badge(job),
+      element("span", "two", badge(job), element("small", "why", WITHOUT.includes(job.state) ? (job.reason ?? "") : "")),
       job.value_ms === null ? "–" : ms(job.value_ms),
       job.gap === null ? "–" : job.gap ? percent(job.gap) : "proven",
       `${job.options.method} · ${duration(job.options.time_limit_s)}`,
