@@ -39,6 +39,7 @@ COMMANDS = {
 GROUPS = {
     "problem": ("Problems", "Make a problem of what another program has measured."),
     "cache": ("Schedules", "Find, keep and exchange solved schedules."),
+    "jobs": ("Service", "See and steer the jobs of a service."),
     "keys": ("Service", "Say who may use the service, and for what. Until there is a key, everybody on this machine."),
 }
 OF_GROUP = {
@@ -52,6 +53,12 @@ OF_GROUP = {
         "export": ("cache:export", "Write all entries to a file for `import`."),
         "import": ("cache:import_", "Check and add the entries of a file that `export` wrote, without their bounds."),
         "prune": ("cache:prune", "Delete all but the entries that were used last."),
+    },
+    "jobs": {
+        "list": ("jobs:list_", "List the newest jobs, and why some have failed."),
+        "show": ("jobs:show", "Show a job with its log, or write its best schedule."),
+        "extend": ("jobs:extend", "Give an open job more time."),
+        "cancel": ("jobs:cancel", "End a job, which keeps its best schedule."),
     },
     "keys": {
         "create": ("service:create", "Create a key and print it. It is stored as a hash and cannot be shown again."),

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from optpipe.anytime import search
+from optpipe.anytime import Search, search
 from optpipe.comparison import is_search
 from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
@@ -24,6 +24,7 @@ from optpipe.show.page import plot
 from optpipe.text import printable
 from optpipe_cache import Cache, user_cache
 from optpipe_cli.compare import best_published, gain_lines
+from optpipe_cli.jobs import ServiceSearch
 from optpipe_cli.options import Json, NewFile, NoCache, Options, Output, ProblemPath
 from optpipe_cli.output import INFEASIBLE, ctrl_c_calls, echo, print_json, print_table, shown_while
 
@@ -37,6 +38,7 @@ def solve(
     *,
     options: Annotated[Options[SolveOptions], Parameter(group="Search")] = SolveOptions(),
     warm_start: Annotated[Path | None, Parameter(help="A schedule file to start from.")] = None,
+    url: Annotated[str | None, Parameter(help="Let the service at this address search. Default: this machine.")] = None,
     no_cache: NoCache = False,
     output: Output = None,
     html: Annotated[NewFile, Parameter(help="Write a page with its picture here.")] = None,
@@ -47,7 +49,10 @@ def solve(
     start = Schedule.load(warm_start) if warm_start else None
     if not (json or sys.stderr.isatty()):  # a terminal shows more
         echo(f"searching, for {options.time_limit_s:g} s at most", err=True)
-    running = search(posed, options, start, None if no_cache else usable_cache())
+    if url:
+        running: Search | ServiceSearch = ServiceSearch(url, posed, options, start)
+    else:
+        running = search(posed, options, start, None if no_cache else usable_cache())
     began, on_terminal = time.monotonic(), not json and sys.stderr.isatty()
     with (
         ctrl_c_calls(running.cancel),
