@@ -14,12 +14,15 @@ COPY cli cli
 COPY deploy/trim.sh deploy/trim.sh
 RUN /opt/optpipe/bin/pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt ".[$EXTRAS]"
 RUN sh deploy/trim.sh /opt/optpipe
+# What searches run is compiled here, for any CPU of this architecture, so that no container compiles it.
+RUN NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=/opt/optpipe/compiled /opt/optpipe/bin/python -m optpipe_solver.compiling
 
 FROM python:3.11-slim
 COPY --from=build /opt/optpipe /opt/optpipe
 COPY --chmod=755 deploy/entrypoint.sh /opt/optpipe/entrypoint.sh
-# Only /tmp is written to, where numba caches compiled code.
-ENV PATH=/opt/optpipe/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp NUMBA_CACHE_DIR=/tmp/numba
+# Only /tmp is written to, where numba wants its compiled code: it reads no folder that it cannot write.
+ENV PATH=/opt/optpipe/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+ENV NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=/tmp/numba
 WORKDIR /tmp
 USER 10001:10001
 ENTRYPOINT ["/opt/optpipe/entrypoint.sh"]

@@ -119,15 +119,16 @@ class Cache:
                     self.storage.prune(self._kept)
                 return True
 
-    def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
-        """Return the best schedule, verified on this problem; None if there is none.
+    def lookup(self, problem: Problem, objective: Objective = "makespan", only_exact: bool = False) -> Hit | None:
+        """Return the best schedule, verified on this problem; None if there is none. `only_exact` adapts no other one,
+        which takes some 50 ms.
 
         It is the schedule of this very problem, else one adapted from that of the most similar one in reach of the
         same structure for which that is possible. Those after the nearest two must be valid as they are. Where there
         is none, the nearest on one device more or less is adapted. How much it does is counted in ops; what it gives up
         is logged.
         """
-        hit = self._lookup.best(problem, objective)
+        hit = self._lookup.best(problem, objective, only_exact)
         if hit and hit.source == "cache":
             self.storage.found(hit.entry.problem.sha256, objective, _now())
         return hit

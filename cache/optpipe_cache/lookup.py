@@ -113,12 +113,14 @@ class Lookup:
     def __init__(self, storage: Storage, pack: Source | None) -> None:
         self._storage, self._pack = storage, pack
 
-    def best(self, problem: Problem, objective: Objective) -> Hit | None:
+    def best(self, problem: Problem, objective: Objective, only_exact: bool = False) -> Hit | None:
         """Return the best schedule, as `Cache.lookup` does."""
         entry = self._entry(self._storage, problem.sha256, objective)
         if entry and (schedule := entry.valid_schedule(problem)):
             share = gap(length_ms(schedule, objective), entry.lower_bound_ms)
             return Hit(schedule, 0.0, True, "optimal" if share == 0 else "feasible", entry.lower_bound_ms, entry)
+        if only_exact:
+            return None
         return self._nearest(problem, objective) or self._on_other_devices(problem, objective)
 
     def neighbours(self, problem: Problem, objective: Objective = "makespan") -> Iterator[tuple[float, str]]:

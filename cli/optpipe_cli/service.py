@@ -42,6 +42,9 @@ def serve(
 ) -> None:
     """`optpipe serve`."""
     need("server")
+    from optpipe_server import start_fork_server
+
+    start_fork_server()  # beside what is loaded here
     from optpipe_cache import Retention
     from optpipe_server import Settings, logs
     from optpipe_server import serve as run

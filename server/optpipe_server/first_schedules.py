@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TypeVar
 
 import anyio
@@ -37,6 +38,7 @@ T = TypeVar("T")
 log = structlog.get_logger("optpipe.server")
 
 PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large for list scheduling
+HURRIED_S = 0.05  # likewise, and for all where many wait: less than what is worth a search by rules
 CHECKS_AT_ONCE = 4  # schedules that are looked up or verified
 CHECK_S_PER_PART = 5e-6  # to read and verify a schedule here, per activation part
 
@@ -56,7 +58,13 @@ class FirstSchedules:
         return await anyio.to_thread.run_sync(check, limiter=self._checks, abandon_on_cancel=True)
 
     async def find(
-        self, problem: Problem, options: SolveOptions, offered: ReadSchedule | None, source: Source, deadline: float
+        self,
+        problem: Problem,
+        options: SolveOptions,
+        offered: ReadSchedule | None,
+        source: Source,
+        deadline: float,
+        is_hurried: bool = False,
     ) -> InitialResult:
         """Return the best that can be found by then. Large problems take turns, as each takes much memory; one whose
         turn does not come in time gets none.
@@ -68,6 +76,8 @@ class FirstSchedules:
             best one for the former costs. It counts if it is valid.
         deadline
             By `time.monotonic`.
+        is_hurried
+            Whether others wait: then no similar problem's schedule is adapted, and none is searched by rules.
 
         Raises
         ------
@@ -76,6 +86,7 @@ class FirstSchedules:
         BusyError
             If a client's schedule would be left out because the turn of its large problem does not come in time.
         """
+        import_module(solvers.installed().SYSTEMS).is_system(options.method)  # whether or not the pool answers in time
         parts, options = accepted.count_parts(problem), options.for_problem(problem)
         async with AsyncExitStack() as turns:
             if parts > accepted.LARGE:
@@ -86,10 +97,10 @@ class FirstSchedules:
                     if offered is not None and source == "warm_start":
                         raise BusyError
                     return InitialResult()
-            initial, to_repair = await self.check(partial(self._known, problem, options, offered, source))
+            initial, to_repair = await self.check(partial(self._known, problem, options, offered, source, is_hurried))
             if initial.best.status == "optimal":
                 return initial
-            asked = {**options.arguments(), "threads": 1, "time_limit_s": PUBLISHED_S}
+            asked = {**options.arguments(), "threads": 1, "time_limit_s": HURRIED_S if is_hurried else PUBLISHED_S}
             request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
             left_s = deadline - time.monotonic()
             until = deadline - min(left_s / 2, CHECK_S_PER_PART * parts)  # an answer is verified, too
@@ -100,11 +111,16 @@ class FirstSchedules:
             return await self.check(partial(self._best, initial, request, answer, options))
 
     def _known(
-        self, problem: Problem, options: SolveOptions, offered: ReadSchedule | None, source: Source
+        self,
+        problem: Problem,
+        options: SolveOptions,
+        offered: ReadSchedule | None,
+        source: Source,
+        is_hurried: bool,
     ) -> tuple[InitialResult, Programs | None]:
         """What the cache or the client has, and the latter's schedule where it needs repair."""
         schedule = offered() if offered else None
-        initial = InitialResult(self._cached(problem, options), "cache")
+        initial = InitialResult(self._cached(problem, options, is_hurried), "cache")
         if schedule is None or initial.best.status == "optimal":
             return initial, None
         placement = schedule.placement if options.placements == "all" else None
@@ -114,12 +130,12 @@ class FirstSchedules:
             return initial, Programs.from_schedule(retimed)
         return _better(initial, InitialResult(Result.from_schedule(retimed, options), source)), None
 
-    def _cached(self, problem: Problem, options: SolveOptions) -> Result:
+    def _cached(self, problem: Problem, options: SolveOptions, only_exact: bool) -> Result:
         """What the cache has; a heuristic or a published schedule that is asked for is computed anew."""
         hit = None
         if options.starts_from_known:
             try:
-                hit = self._cache.open().lookup(problem, options.objective)
+                hit = self._cache.open().lookup(problem, options.objective, only_exact)
                 CACHE.labels("miss" if hit is None else "exact" if hit.exact else "near").inc()
             except InputError as error:
                 log.warning("the cache cannot be used", why=str(error))

@@ -23,13 +23,13 @@ from optpipe_server import Settings, accepted
 from optpipe_server.database import Database, InitialResult
 from optpipe_server.database.tables import Source
 from optpipe_server.first_schedules import FirstSchedules
-from optpipe_server.pool import BusyError, Pool
+from optpipe_server.pool import BusyError, Pool, TaskError
 from optpipe_server.service_cache import ServiceCache
 from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
 SOON_S = 60.0  # on a busy machine; a process that hangs does so for longer
-MODULE, FAKE = solvers.installed().FIRST, "support.fakes.first"
+MODULE, SYSTEMS, FAKE = solvers.installed().FIRST, solvers.installed().SYSTEMS, "support.fakes.first"
 
 
 class View:
@@ -60,6 +60,7 @@ class View:
         **options: Any,
     ) -> Coroutine[Any, Any, InitialResult]:
         solvers.installed().FIRST = self._module
+        solvers.installed().SYSTEMS = FAKE if self._module == FAKE else SYSTEMS
         read = None if given is None else lambda: given
         asked, deadline = SolveOptions(method=method, **options), time.monotonic() + within_s
         return self.first_schedules.find(problem, asked, read, source, deadline)
@@ -78,7 +79,7 @@ def opened(folder: Path, module: str) -> Iterator[View]:
         view = View(runner, folder, module)
         yield view
         view.close()
-    solvers.installed().FIRST = MODULE
+    solvers.installed().FIRST, solvers.installed().SYSTEMS = MODULE, SYSTEMS
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +126,17 @@ def test_a_method_that_does_not_apply_is_refused_even_if_an_answer_is_cached(rea
     real.cached.open().add(best, "optimal", best.makespan_ms)
     with pytest.raises(InputError, match=r"method = |needs "):
         real.start(AMPLE, method)
+
+
+@pytest.mark.parametrize("method", ["nope", "1f1b:group=2", "gis:group=x"])
+def test_an_unknown_method_is_refused_though_no_process_answers(real, method, monkeypatch):
+    async def fails(*_arguments, **_options):
+        raise TaskError("it was not done in time")
+
+    monkeypatch.setattr(Pool, "run", fails)
+    with pytest.raises(InputError, match=r"^method = "):
+        real.start(AMPLE, method)
+    assert real.start(AMPLE, "1f1b").best.status == "unknown"
 
 
 def test_an_unusable_cache_is_ignored(tmp_path):

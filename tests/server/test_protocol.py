@@ -1,22 +1,27 @@
 """Jobs over HTTP: first schedules, conditional requests, idempotency, waiting, pages of a list, changes, exports."""
 
+import asyncio
 import json
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import httpx
+import pytest
 from support.problems.chain import chain, gpipe, one_by_one
 from support.service import client_of
 from support.service.postgres import on_sqlite
-from support.service.rest import submit, until_cached, until_over, until_running
+from support.service.rest import PROBLEM, submit, until_cached, until_over, until_running
+from support.until import until
 
 from optpipe import Schedule, ScheduleFile, check, export_schedule
 from optpipe.evaluate.objective import TOLERANCE
 from optpipe.schedule import timed_ops
 from optpipe_server import Settings
+from optpipe_server.http import service
 
 
 def etag(job: dict[str, Any]) -> str:
@@ -248,6 +253,33 @@ def test_the_limit_of_open_jobs_refuses(settings: Settings, fake_solver: None) -
         submit(client, method="hang")
         reply = client.post("/v1/jobs", json={"problem": chain(forward=2.0).to_dict(), "method": "hang"})
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "10")
+
+
+@on_sqlite
+def test_more_submissions_than_it_can_hold_are_sent_away_for_seconds(
+    settings: Settings, fake_solver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_SUBMITTED", 1)
+    with client_of(replace(settings, first_schedule_s=60.0)) as (client, server), ThreadPoolExecutor() as threads:
+        body = {"problem": PROBLEM, "method": "asleep"}  # its first schedule takes as long as it may
+        first = threads.submit(client.post, "/v1/jobs", json=body)
+        until(lambda: server.service._submitting)
+        refused = client.post("/v1/jobs", json=body)
+        assert (refused.status_code, refused.json()["detail"]) == (429, "busy: 1 submissions wait; retry in 5 s")
+        assert refused.headers["Retry-After"] == "5"
+        server.should_exit = True
+        assert first.result().status_code in (201, 503)
+
+
+@on_sqlite
+def test_it_is_ready_once_first_schedules_are_made(settings: Settings, fake_solver: None) -> None:
+    with client_of(settings) as (client, server):
+        pool, started = server.service.pool, server.service.pool._executor
+        pool._executor = asyncio.Future(loop=started.get_loop())
+        reply = client.get("/readyz")
+        assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
+        pool._executor = started
+        until(lambda: client.get("/readyz").status_code == 200)
 
 
 def test_solved_schedules_are_found_again(client: httpx.Client) -> None:

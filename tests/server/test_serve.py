@@ -20,13 +20,16 @@ from support.service import client_at, client_of, events
 from support.service.postgres import on_sqlite
 from support.service.serve_process import serve_process
 
-from optpipe import InputError, Problem, ScheduleFile, check
+from optpipe import InputError, Problem, ScheduleFile, check, solvers
+from optpipe.evaluate.jit import compiles_elsewhere
 from optpipe_server import Settings
 from optpipe_server.accepted import MOST_MICROBATCHES, MOST_PARTS
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
 from optpipe_server.http.app import LONGEST_BODY
 from optpipe_server.http.server import listen, make_server
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "problems" / "fastlink-4x8.json"
 
 
 def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
@@ -36,6 +39,27 @@ def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
     assert job["best"]["method"] == "naive"
     until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
     return job["url"], int(pid_file.read_text())
+
+
+def test_on_an_empty_machine_nothing_waits_for_what_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the first schedule nor a search; what cannot be searched is refused, or ended, for its own reason."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
+    solver, posed = solvers.installed(), Problem.load(EXAMPLE).to_dict()
+    with serve_process(tmp_path, modules=(solver.SEARCH, solver.FIRST)) as (_, client):
+        until(lambda: client.get("/readyz").status_code == 200)
+        job = client.post("/v1/jobs", json={"problem": posed, "time_limit_s": 2.0}).json()
+        assert job["best"]
+        refused = client.post("/v1/jobs", json={"problem": posed, "method": "nope"})
+        assert (refused.status_code, "method = 'nope'" in refused.json()["detail"]) == (422, True)
+        none_fits = {**posed, "devices": [{**device, "activation_budget_bytes": 1} for device in posed["devices"]]}
+        assert client.post("/v1/jobs", json={"problem": none_fits}).json()["state"] == "infeasible"
+        over = client.get(job["url"], params={"wait": 60}).json()
+        assert (over["state"], over["best"] is not None) == ("done", True)
+        assert compiles_elsewhere(), "it was compiled before, which is no test"
+    until(lambda: not compiles_elsewhere())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

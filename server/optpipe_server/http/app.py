@@ -192,13 +192,16 @@ async def healthz() -> Health:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Ready:
-    """The service accepts jobs: it is not about to end, and its database stores what is written.
+    """The service accepts jobs and makes first schedules: it has begun, its database stores what is written, and it is
+    not about to end.
 
     This says nothing of workers in other processes: without any, jobs wait with their first schedule.
     """
     service: Service = request.app.state.service
     if service.job_updates.closing:
         raise ReplyError(503, ENDING, retry_s=SOON_S)
+    if not service.pool.is_ready:
+        raise ReplyError(503, "The service starts.", retry_s=1)
     await service.probe()
     return Ready(solves=service.settings.solves)
 

@@ -16,20 +16,20 @@ import structlog
 from sqlalchemy import Row
 
 from optpipe.errors import InputError
-from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_cache.features import structure
 from optpipe_server.accepted import read_schedule
+from optpipe_server.compiler import Compiler
 from optpipe_server.database import Database, Jobs, NewJob
 from optpipe_server.database.changes import CANCELLED_DETAIL, ConflictError, StaleError
 from optpipe_server.database.jobs import is_cancelled, options_of, prune
 from optpipe_server.database.keys import Keys
 from optpipe_server.first_schedules import FirstSchedules, ReadSchedule
 from optpipe_server.http.job_updates import JobUpdates
-from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.replies import SOON_S, ReplyError
 from optpipe_server.http.schemas import SCHEDULE, Submission
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.pool import Pool
@@ -42,6 +42,7 @@ log = structlog.get_logger("optpipe.server")
 
 EXAMPLE = ScheduleFile.model_validate(SCHEDULE).schedule()
 QUERIES_AT_ONCE = 16
+MOST_SUBMITTED = 64  # submissions that wait for their first schedules, about three seconds' worth
 TRIES = 5  # to change a problem while incumbents come in
 PRUNE_S = 2.0  # between two looks for jobs that are not kept
 STOPPING_S = 5.0  # for jobs to be given back
@@ -61,11 +62,12 @@ class Service:
 
     async def open(self) -> None:
         anyio.to_thread.current_default_thread_limiter().total_tokens = QUERIES_AT_ONCE  # routes run in these threads
+        self._submitting = 0
         self._probing, self._probed_at = asyncio.Lock(), -math.inf
         self.pool = Pool(self.settings.processes)
         self.first_schedules = FirstSchedules(self.pool, self.cache)
-        compile_at_once()  # so that no submission waits for it
-        assert not check(EXAMPLE.problem, EXAMPLE)
+        self.compiler = Compiler(partial(check, EXAMPLE.problem, EXAMPLE))  # so that no submission waits for it
+        self.compiler.start()
         self.worker = make_worker(self.settings, self.database, self.cache, default_worker_name())
         if self.settings.solves:
             self.worker.start()
@@ -79,7 +81,7 @@ class Service:
         if not self.job_updates.closing:
             self.job_updates.close()
             # In threads of their own: none waits for another, nor for a free query thread.
-            stops: list[Callable[[], None]] = [self._pruner.stop]
+            stops: list[Callable[[], None]] = [self._pruner.stop, self.compiler.stop]
             if self.settings.solves:
                 stops.append(partial(self.worker.stop, STOPPING_S))
             ends = [anyio.to_thread.run_sync(stop) for stop in stops]
@@ -110,8 +112,19 @@ class Service:
     async def submit(
         self, submission: Submission, key_name: str | None, idempotency_key: str | None, body: bytes
     ) -> tuple[str, bool]:
-        """Store a job with its first schedule; return its id, and whether it is new. Raises as `Jobs.add`, and
-        `InputError` if the method is unknown or the warm start cannot be read."""
+        """Store a job with its first schedule; return its id, and whether it is new. Raises as `Jobs.add`, `InputError`
+        if the method is unknown or the warm start cannot be read, `ReplyError` (429) if too many wait for theirs."""
+        if self._submitting >= MOST_SUBMITTED:
+            raise ReplyError(429, f"busy: {MOST_SUBMITTED} submissions wait; retry in {SOON_S} s", retry_s=SOON_S)
+        self._submitting += 1
+        try:
+            return await self._submit(submission, key_name, idempotency_key, body)
+        finally:
+            self._submitting -= 1
+
+    async def _submit(
+        self, submission: Submission, key_name: str | None, idempotency_key: str | None, body: bytes
+    ) -> tuple[str, bool]:
         began, sha256 = time.monotonic(), hashlib.sha256(body).hexdigest()
         former = idempotency_key and await self.query(partial(self.jobs.submitted, idempotency_key, sha256))
         if former:
@@ -129,7 +142,8 @@ class Service:
 
         deadline = began + self.settings.first_schedule_s
         offered = warm_start if file is not None else None
-        initial = await self.first_schedules.find(problem, options, offered, "warm_start", deadline)
+        hurried = self._submitting > 1
+        initial = await self.first_schedules.find(problem, options, offered, "warm_start", deadline, hurried)
         job = NewJob(problem, options, submission.priority, key_name, idempotency_key, sha256)
         job_id, new = await self.query(lambda: self.jobs.add(job, initial, most_open=self.settings.open_jobs))
         if new:

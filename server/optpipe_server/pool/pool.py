@@ -26,6 +26,7 @@ import anyio
 import structlog
 
 from optpipe.errors import OptPipeError
+from optpipe_server import start_fork_server
 from optpipe_server.pool import schedules
 
 T = TypeVar("T")
@@ -63,16 +64,21 @@ class Pool:
     """
 
     def __init__(self, processes: int) -> None:
+        start_fork_server()
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["optpipe_server.pool.warm"])
         self._processes = processes
         self._open, self._closing = self._context.Pipe(duplex=False)  # readable, at its end, once the pool is closed
         self._executor = self._started()
         self.slow = anyio.CapacityLimiter(max(1, processes - 1))
         self._longest = anyio.CapacityLimiter(max(1, processes - 2))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are processes for tasks."""
+        return self._executor.done()
+
     def _started(self) -> asyncio.Future[ProcessPoolExecutor]:
-        """The processes, once the first one is there: on a new machine its fork server compiles for a minute."""
+        """The processes, once the first one is there: its fork server takes some seconds on a busy machine."""
         loop = asyncio.get_running_loop()
         started: asyncio.Future[ProcessPoolExecutor] = loop.create_future()
         executor = ProcessPoolExecutor(self._processes, self._context, _begin, (self._open,))

@@ -16,6 +16,7 @@ from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from optpipe.errors import InputError
+from optpipe_server.compiler import Compiler
 from optpipe_server.database import AwayError, Database
 from optpipe_server.metrics import REGISTRY
 from optpipe_server.service_cache import ServiceCache
@@ -59,12 +60,14 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
     database = _opened(settings.database, lambda: bool(came))
     if database is None:
         return
-    worker = make_worker(settings, database, ServiceCache(settings, database), name)
+    worker, compiler = make_worker(settings, database, ServiceCache(settings, database), name), Compiler()
     with closing(database), _answering(worker.solves, metrics_host, metrics_port):
+        compiler.start()
         worker.start()
         log.info("works", worker=name, solves=settings.solves, threads=settings.threads)
         while not came:
             time.sleep(POLL_S)
+        compiler.stop()
         worker.stop(STOPPING_S)
     log.info("ended", worker=name)
 

@@ -32,6 +32,10 @@ def frames(method: str, m: int) -> list[Frame]:
     return found.get(method, [] if method in FINDS_NONE else [good])
 
 
+def is_system(method: str) -> bool:
+    return False
+
+
 def answer(request: Request, emit: Callable[[Frame], None]) -> None:
     method = request.method
     for frame in frames(method, request.problem.microbatches):

@@ -85,7 +85,8 @@ def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use `support.fakes.solver` and `support.fakes.first`, whose behaviour the job's method names."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.solver")
-    monkeypatch.setattr(solvers.installed(), "FIRST", "support.fakes.first")
+    for module in ("FIRST", "SYSTEMS"):
+        monkeypatch.setattr(solvers.installed(), module, "support.fakes.first")
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
