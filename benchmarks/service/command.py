@@ -11,7 +11,7 @@ from typing import Annotated
 
 import numpy as np
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
+from cyclopts.types import NonNegativeInt, PositiveInt
 from cyclopts.validators import Number
 from rich.table import Table
 
@@ -26,16 +26,19 @@ KEYS = 50  # each may have a hundred open jobs
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value, and its upper target or None."""
+    """A measured value, and its target or None: the most, or the least, that it may be."""
 
     what: str
     target: float | None
     measured: float
     unit: str
+    is_least: bool = False
 
     @property
     def held(self) -> bool | None:
-        return None if self.target is None else self.measured <= self.target
+        if self.target is None:
+            return None
+        return self.measured >= self.target if self.is_least else self.measured <= self.target
 
 
 def service(
@@ -45,6 +48,7 @@ def service(
     seconds: float = 20.0,
     clients: Annotated[int, Parameter(validator=Number(gte=1, lte=900))] = 500,
     reconnects: PositiveInt = 100,
+    busy: NonNegativeInt = 0,
 ) -> None:
     """Measure the service under load, after a killed worker, and at its end.
 
@@ -60,8 +64,10 @@ def service(
         Of event streams.
     reconnects
         Clients that are cut off.
+    busy
+        Processes that compute beside the start of a service on an empty machine.
     """
-    figures = asyncio.run(measure(database, rate, seconds, clients, reconnects))
+    figures = asyncio.run(measure(database, rate, seconds, clients, reconnects, busy))
     print_table(
         _table(
             figures,
@@ -70,13 +76,21 @@ def service(
     )
 
 
-async def measure(database: str | None, rate: float, seconds: float, clients: int, reconnects: int) -> list[Figure]:
+async def measure(
+    database: str | None, rate: float, seconds: float, clients: int, reconnects: int, busy: int = 0
+) -> list[Figure]:
     """Return all figures in the order in which they were measured."""
     figures = []
     with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
+        beside = f", beside {busy} others" if busy else ""
+        cold_s = await failures.cold_start(Path(folder), busy)
+        figures.append(Figure(f"an empty machine{beside}: to a first schedule", 15.0 if busy else 5.0, cold_s, "s"))
         url = database or f"sqlite:///{folder}/service.sqlite"
         async with deployment(Path(folder), url, KEYS, os.cpu_count() or 1) as deployed:
             figures += _of_first_schedules(await load.first_schedules(deployed))
+            rate_at_once = await load.burst(deployed)
+            what = f"POST /jobs of {load.BURST_CLIENTS} clients at once"
+            figures.append(Figure(what, 20.0, rate_at_once, "a second", is_least=True))
             job = await load.saturate(deployed)
             killed = "the service, started again" if deployed.sqlite else "a worker, another one there"
             reclaimed_s = await failures.reclaimed(deployed, job)
@@ -127,11 +141,11 @@ def _percentile(values: list[float], percent: int) -> float:
 
 
 def _table(figures: list[Figure], title: str) -> Table:
-    table = Table("", "at most", "measured", "", box=None, title=title, title_justify="left")
+    table = Table("", "target", "measured", "", box=None, title=title, title_justify="left")
     for column in table.columns[1:3]:
         column.justify = "right"
     for figure in figures:
-        target = "" if figure.target is None else f"{figure.target:g} {figure.unit}"
+        target = "" if figure.target is None else f"{'≥' if figure.is_least else '≤'} {figure.target:g} {figure.unit}"
         measured = f"{figure.measured:.3g}" if figure.unit else f"{figure.measured:.0f}"
         verdict = "missed" if figure.held is False else ""
         table.add_row(figure.what, target, f"{measured} {figure.unit}", verdict)

@@ -1,14 +1,39 @@
-"""How long the service takes to recover from the loss of a worker, and to end."""
+"""How long the service takes to begin, to recover from the loss of a worker, and to end."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from pathlib import Path
 
 from benchmarks.service.http_client import HttpConnection, HttpPool
 from benchmarks.service.load import LONGEST_S, LOOK_S, expect, problem, running
-from benchmarks.service.processes import Deployment
+from benchmarks.service.processes import Deployment, Process
 from optpipe.errors import OptPipeError
+
+
+async def cold_start(folder: Path, busy: int) -> float:
+    """Return the seconds from the start of a service, where nothing is compiled, to a first schedule in a reply, beside
+    so many processes that compute."""
+    others = [await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass") for _ in range(busy)]
+    nothing = {"NUMBA_CACHE_DIR": str(folder / "compiled"), "XDG_CACHE_HOME": str(folder / "users")}
+    began = time.monotonic()
+    serve = ("serve", "--database", f"sqlite:///{folder / 'cold.sqlite'}", "--port", "0")
+    service = await Process.start(folder, "cold", *serve, **nothing)
+    try:
+        requests = HttpPool(("127.0.0.1", int((await service.says()).rsplit(":", 1)[1])), None)
+        while (await requests.request("GET", "/readyz")).status != 200:
+            await asyncio.sleep(LOOK_S)
+        job = await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(3 * 10**7).to_dict()})
+        if job["best"] is None:
+            raise OptPipeError("a service that was ready answered without a schedule")
+        return time.monotonic() - began
+    finally:
+        for process in others:
+            process.kill()
+        requests.close()
+        await service.gone()
 
 
 async def reclaimed(deployment: Deployment, url: str) -> float:

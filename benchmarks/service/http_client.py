@@ -34,11 +34,11 @@ class Event:
 class HttpConnection:
     """One kept-alive connection; one request at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str | None) -> None:
         self._reader, self._writer, self._key = reader, writer, key
 
     @classmethod
-    async def open(cls, address: tuple[str, int], key: str) -> HttpConnection:
+    async def open(cls, address: tuple[str, int], key: str | None) -> HttpConnection:
         """Raises `OSError`."""
         return cls(*await asyncio.open_connection(*address, limit=2**22), key)
 
@@ -72,11 +72,10 @@ class HttpConnection:
 
     def _send(self, method: str, path: str, headers: str, content: bytes, key: str | None = None) -> None:
         length = f"Content-Length: {len(content)}\r\n" if content or method != "GET" else ""
-        said = (
-            f"{method} {path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer "
-            f"{key or self._key}\r\n{length}{headers}\r\n"
-        )
-        self._writer.write(said.encode() + content)
+        key = key or self._key
+        authorization = f"Authorization: Bearer {key}\r\n" if key else ""
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{authorization}{length}{headers}\r\n"
+        self._writer.write(head.encode() + content)
 
     async def _head(self) -> tuple[int, dict[str, str]]:
         first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -87,7 +86,7 @@ class HttpConnection:
 class HttpPool:
     """As many connections to one server as there are requests at a time."""
 
-    def __init__(self, address: tuple[str, int], key: str) -> None:
+    def __init__(self, address: tuple[str, int], key: str | None) -> None:
         self.address, self._key = address, key
         # Idle connections, and since when; the last one is used next.
         self._free: list[tuple[HttpConnection, float]] = []

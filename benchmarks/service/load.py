@@ -24,6 +24,7 @@ WARM_UP_S = 2.0  # of load that is not measured
 SIZES = ((4, 8), (8, 16), (8, 41), (16, 64), (16, 256), (16, 512))  # stages and micro-batches of first schedules
 EACH = 5  # problems of each size
 STARTS_S, LONGEST_S, LOOK_S = 60.0, 120.0, 0.1
+BURST, BURST_CLIENTS = 300, 32  # submissions, and how many wait at a time
 GETS_PER_POST = 1
 JOBS = 10  # followed ones
 RECONNECT_S = 0.05  # after which a disconnected client comes back
@@ -106,6 +107,25 @@ async def first_schedules(deployment: Deployment) -> list[tuple[int, float]]:
             await expect(requests, 200, "GET", f"{job['url']}?wait=60")
     requests.close()
     return figures
+
+
+async def burst(deployment: Deployment) -> float:
+    """Return how many submissions a second are answered to `BURST_CLIENTS` that send one after the other. Raises
+    `OptPipeError` for a reply without a schedule."""
+    requests, numbers = HttpPool(deployment.address, deployment.keys[0]), iter(range(BURST))
+
+    async def client() -> None:
+        for number in numbers:
+            body = {"problem": problem(4 * 10**7 + number).to_dict(), "time_limit_s": 0.1}
+            key = deployment.keys[number % len(deployment.keys)]
+            reply = await requests.request("POST", "/v1/jobs", body, key)
+            if reply.status != 201 or reply.json()["best"] is None:
+                raise OptPipeError(f"POST /v1/jobs: {reply.status}, or without a schedule")
+
+    began = time.monotonic()
+    await asyncio.gather(*(client() for _ in range(BURST_CLIENTS)))
+    requests.close()
+    return BURST / (time.monotonic() - began)
 
 
 async def submissions(deployment: Deployment, rate: float, seconds: float) -> LoadFigures:

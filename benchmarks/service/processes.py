@@ -25,11 +25,11 @@ class Process:
         self._process, self.log = process, log
 
     @classmethod
-    async def start(cls, folder: Path, name: str, *arguments: str) -> Process:
+    async def start(cls, folder: Path, name: str, *arguments: str, **variables: str) -> Process:
         log = folder / f"{name}.log"
         with log.open("ab") as errors:
             command = [sys.executable, "-m", "optpipe_cli", *arguments]
-            environment = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.sqlite")}
+            environment = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.sqlite"), **variables}
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
