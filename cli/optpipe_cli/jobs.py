@@ -30,21 +30,23 @@ T = TypeVar("T")
 TRIES = 10  # to reach a service that is full, or was there before
 LONGEST = 2**26  # bytes of a reply
 LISTED = 100  # jobs
-WHOLE_ID = 32  # characters
 Url = Annotated[str | None, Parameter(help="The service's address. Default: OPTPIPE_URL. Its key is in OPTPIPE_KEY.")]
-Id = Annotated[str, Parameter(help="Its id, or the beginning of it.")]
+Id = Annotated[str, Parameter(help="Its id, as `list` shows it.")]
 
 
 class ServiceSearch:
     """A service's search, iterated over and cancelled as `optpipe.anytime.Search`. Every schedule is checked here."""
 
     def __init__(self, url: str, problem: Problem, options: SolveOptions, start: Schedule | None) -> None:
+        options = options.for_problem(problem)
         self._url, self._problem, self._options = url, problem, options
         self._content: dict[str, Any] = {"problem": problem.to_dict(), **options.model_dump(exclude_none=True)}
         if start is not None:
             file = ScheduleFile.from_schedule(start, with_ops=False)
             self._content["warm_start"] = file.model_dump(mode="json", exclude_none=True)
-        self.best = Result("unknown", objective=options.objective, reason=NOTHING_YET, placements=options.placements)
+        self.best = Result(
+            "unknown", objective=options.objective, reason=NOTHING_YET, placements=options.placements_of(problem)
+        )
         self._began, self._key = time.monotonic(), uuid4().hex
         self._path, self._seen = "", 0  # of the job, once there is one; the number of its last schedule here
 
@@ -83,7 +85,7 @@ class ServiceSearch:
                 if event.event == "incumbent":
                     self._seen = parse(IncumbentEvent, event.data).seq
                     reply = await request(http, "GET", f"{self._path}/incumbents/{self._seen}", longest=LONGEST)
-                    self._take(verified(reply, self._problem, self._options.placements))
+                    self._take(verified(reply, self._problem, self._options.placements_of(self._problem)))
         job = json_.loads(await request(http, "GET", self._path, longest=LONGEST))
         result = replace(self.best, reason=job["reason"], time_s=time.monotonic() - self._began)
         if result.schedule is None:
@@ -118,8 +120,7 @@ def show(
     json: Json = False,
 ) -> None:
     """`optpipe jobs show`."""
-    path = _path(url, job)
-    shown = _ask(url, "GET", path)
+    shown = _ask(url, "GET", f"/v1/jobs/{job}")
     best = shown.pop("best")
     if output and best is None:
         raise InputError(f"{job}: the job has no schedule")
@@ -135,7 +136,7 @@ def show(
     for name, value in _row(shown).items():
         if value:
             echo(f"{name}: {value}")
-    for line in _ask(url, "GET", f"{path}/log")["lines"]:
+    for line in _ask(url, "GET", f"/v1/jobs/{job}/log")["lines"]:
         echo(f"{line['at']} {line['text']}")
 
 
@@ -143,14 +144,13 @@ def extend(
     job: Id, /, *, time_limit_s: Annotated[float, Parameter(help="Seconds that it may take in all.")], url: Url = None
 ) -> None:
     """`optpipe jobs extend`."""
-    path = _path(url, job)
-    seen = {"If-Match": f'"{_ask(url, "GET", path)["version"]}"'}
-    _ask(url, "PATCH", path, {"time_limit_s": time_limit_s}, seen)
+    seen = {"If-Match": f'"{_ask(url, "GET", f"/v1/jobs/{job}")["version"]}"'}
+    _ask(url, "PATCH", f"/v1/jobs/{job}", {"time_limit_s": time_limit_s}, seen)
 
 
 def cancel(job: Id, /, *, url: Url = None) -> None:
     """`optpipe jobs cancel`."""
-    _ask(url, "POST", f"{_path(url, job)}/cancel")
+    _ask(url, "POST", f"/v1/jobs/{job}/cancel")
 
 
 def _row(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,16 +164,6 @@ def _row(job: Mapping[str, Any]) -> dict[str, Any]:
         "submitted": job["created_at"][:19],
         "why": job["reason"],
     }
-
-
-def _path(url: str | None, job: str) -> str:
-    """The path of the one job whose id begins so."""
-    if len(job) == WHOLE_ID:
-        return f"/v1/jobs/{job}"
-    found = [each["id"] for each in _ask(url, "GET", f"/v1/jobs?limit={LISTED}")["jobs"] if each["id"].startswith(job)]
-    if len(found) > 1:
-        raise InputError(f"{job}: {len(found)} jobs have an id that begins so; expected more of it")
-    return f"/v1/jobs/{found[0] if found else job}"
 
 
 def _ask(url: str | None, method: str, path: str, content: Mapping[str, Any] | None = None, headers: Any = None) -> Any:

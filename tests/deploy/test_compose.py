@@ -1,6 +1,7 @@
 """Rules for docker-compose.yml, the Dockerfile and deploy/kubernetes. `make containers` starts them."""
 
 import fnmatch
+import os
 import re
 import shutil
 import subprocess
@@ -18,11 +19,14 @@ from support.deployment import (
     ROOT,
     SCRAPED,
     SERVICES,
+    build_commands,
     image_environment,
     image_packages,
     instructions,
     with_what_they_need,
 )
+
+from optpipe import solvers
 
 
 @pytest.fixture(params=SERVICES)
@@ -107,6 +111,21 @@ def test_the_image_runs_as_the_user_of_the_compose_file_and_writes_below_tmp() -
     assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
     assert all(environment[name].startswith("/tmp") for name in ("HOME", "NUMBA_CACHE_DIR"))
     assert instructions("WORKDIR") == [["/tmp"]]
+
+
+def test_a_container_begins_with_what_the_image_has_compiled(tmp_path: Path) -> None:
+    """For the same CPU, in a folder that numba can write."""
+    (words,) = [words for words in build_commands() if solvers.installed().COMPILE in words]
+    built, runs = dict(word.split("=") for word in words if "=" in word), image_environment()
+    assert built["NUMBA_CPU_NAME"] == runs["NUMBA_CPU_NAME"] == "generic"
+    (entrypoint,) = instructions("ENTRYPOINT")[0]
+    assert Path(entrypoint.strip("[]")).parent == Path(built["NUMBA_CACHE_DIR"]).parent
+    shutil.copy(ROOT / "deploy/entrypoint.sh", tmp_path)
+    (tmp_path / "compiled" / "loops").mkdir(parents=True)
+    (tmp_path / "compiled" / "loops" / "code").write_text("x")
+    for _ in range(2):  # a container that is started again has it already
+        command = [tmp_path / "entrypoint.sh", "cat", tmp_path / "numba" / "loops" / "code"]
+        assert subprocess.check_output(command, env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "numba")}) == b"x"
 
 
 def test_the_image_is_made_of_files_that_are_sent_to_the_build() -> None:

@@ -133,7 +133,9 @@ def test_the_page_has_every_command() -> None:
 def test_a_command_has_the_options_that_stand_beside_it(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = r"(?<=[ `(])--?[a-z][a-z-]*"
     words = text.replace("`", " ").split()[1:]
-    COMMANDS([words[0], *words[1:2] * (words[0] in ("cache", "keys", "problem") and words[1].islower()), "--help"])
+    COMMANDS(
+        [words[0], *words[1:2] * (words[0] in ("cache", "jobs", "keys", "problem") and words[1].islower()), "--help"]
+    )
     assert set(re.findall(options, text)) <= set(re.findall(options, capsys.readouterr().out))
 
 

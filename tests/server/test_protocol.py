@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from support.problems.chain import chain, gpipe, one_by_one
+from support.processes import until
 from support.service import client_of
 from support.service.postgres import on_sqlite
 from support.service.rest import PROBLEM, submit, until_cached, until_over, until_running
-from support.until import until
 
 from optpipe import Schedule, ScheduleFile, check, export_schedule
 from optpipe.evaluate.objective import TOLERANCE

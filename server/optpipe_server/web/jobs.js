@@ -101,7 +101,7 @@ function jobTable(jobs, differences, chosen, choose) {
     name.dataset.focus = job.id;
     return [
       element("span", "name", box, element("span", "two", name, element("small", "", differences.get(job.id) ?? ""))),
-      element("span", "two", badge(job), element("small", "why", WITHOUT.includes(job.state) ? (job.reason ?? "") : "")),
+      element("span", "two", badge(job), element("span", "why quiet", WITHOUT.includes(job.state) ? (job.reason ?? "") : "")),
       job.value_ms === null ? "–" : ms(job.value_ms),
       job.gap === null ? "–" : job.gap ? percent(job.gap) : "proven",
       `${job.options.method} · ${duration(job.options.time_limit_s)}`,
