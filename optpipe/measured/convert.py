@@ -103,4 +103,8 @@ def recording_from(paths: Sequence[str | Path], form: str | None, facts: RunFact
         (one, first), (other, second) = list(forms.items())[:2]
         raise InputError(f"{first} is of the form {one}, {second} of {other}: the files of one run are expected")
     (chosen,) = forms
+    for name, value, default in zip(RunFacts._fields, facts, RunFacts(), strict=True):
+        if value != default and name not in READERS[chosen].takes:
+            takers = [other for other, reader in READERS.items() if name in reader.takes]
+            raise InputError(f"{name} = {value}: files of the form {chosen} have it; it is for {' and '.join(takers)}")
     return chosen, READERS[chosen].read(files, facts)

@@ -74,7 +74,7 @@ class RunFacts(NamedTuple):
     chunks
         Stages a device in megatron-timers.
     shape
-        How the stages of a device are placed: looped or v. Default: as the times of primus tell.
+        How the stages of a device are placed: looped or v. Default: as the times of primus show.
     """
 
     microbatches: int | None = None
@@ -105,6 +105,10 @@ class Reader(Protocol):
     """Reads one form of measurements."""
 
     name: str  # of the form, as `problem_from` names it
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The fields of `RunFacts` that its files lack."""
 
     def recognize(self, sample: Sample) -> bool:
         """Whether this file, or folder, is of the form."""

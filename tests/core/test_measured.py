@@ -10,6 +10,8 @@ from support.traces.timelines import named, ops, posed, ran, saved, timeline
 
 from optpipe import InputError, Schedule, certify, problem_from, solve
 from optpipe.measured import estimate
+from optpipe.measured.convert import recording_from
+from optpipe.measured.readers import READERS, RunFacts
 from optpipe.model.ops import Kind
 
 PUBLISHED = Path(__file__).parents[2] / "examples" / "traces" / "primus-8x16"
@@ -123,8 +125,55 @@ def test_what_cannot_be_used_is_one_sentence(form: str, tmp_path: Path) -> None:
     path = tmp_path / ("config.json" if form == "primus" else "t")
     for text, message in WRONG[form]:
         path.write_text(text)
+        given = {"microbatches": 2} if form == "megatron-timers" else {}
         with pytest.raises(InputError, match=message):
-            problem_from(form, path, microbatches=2)
+            problem_from(form, path, **given)
+
+
+@pytest.mark.parametrize(("name", "value"), [("microbatches", 4), ("devices", 2), ("chunks", 3), ("shape", "v")])
+@pytest.mark.parametrize("form", READERS)
+def test_a_fact_that_a_form_does_not_take_is_refused(form: str, name: str, value: Any, tmp_path: Path) -> None:
+    """Files that can be read without it, so that nothing else is refused."""
+    texts = {"csv": DURATIONS + "0,F,0,1\n0,BW,0,2\n", "straggler": json.dumps(timeline())}
+    (tmp_path / "t").write_text(texts.get(form, ""))
+    if name in READERS[form].takes:
+        assert form in ("megatron-timers", "primus"), "whose own tests show what it changes"
+        return
+    with pytest.raises(
+        InputError, match=rf"^{name} = {value}: files of the form {form} have it; it is for .*megatron-t"
+    ):
+        recording_from([tmp_path / "t"], form, RunFacts(**{name: value}))
+
+
+def test_files_of_vescale_have_their_micro_batches_by_order(tmp_path: Path) -> None:
+    """One file a host, each with a rank of each of two replicas and with what is no op; the ranks of tensor parallelism
+    compute the same."""
+    files = []
+    for host in range(2):
+        events = [named("process_name", replica, 0, f"dp rank[{replica}]") for replica in range(2)]
+        for replica in range(2):
+            for event in ops(ran(16, 0), replica, 16, 1e9):
+                for tensor in range(2):
+                    rank = 4 * replica + 2 * (event["tid"] // 10) + tensor
+                    if event["tid"] // 10 == host:
+                        args = {"rank": rank, "step": 16, "tp": tensor, "pp": host}
+                        events += [event | {"tid": 10 * rank, "args": args}]
+                        events += [event | {"tid": 10 * rank + 1, "name": "forward-recv", "args": args}]
+                        events += [named("thread_name", replica, 10 * rank, f"rank[{rank}] main")]
+        files.append(tmp_path / str(host) / "trace_step16_16")
+        files[-1].parent.mkdir()
+        files[-1].write_text(json.dumps(events[::-1]))
+    form, recording = recording_from(files, None, RunFacts())
+    assert (form, len(recording.ops)) == ("straggler", 24)
+    for replica in range(2):
+        made = problem_from("straggler", files, replica=replica)
+        assert made.problem.costs.ms.tolist() == posed(16, 0).costs.ms.tolist()
+        assert [program.texts() for program in made.schedule.programs] == [each.texts() for each in ran(16, 0).programs]
+    moved = json.loads(files[0].read_text())
+    next(event for event in moved if event["name"] == "forward-compute")["args"]["pp"] = 7
+    files[0].write_text(json.dumps(moved))
+    with pytest.raises(InputError, match=r"event \d+: args.pp and args.tp = \(.*\): other ops of its thread have \("):
+        problem_from("straggler", files)
 
 
 def test_a_few_ops_with_large_numbers_are_no_step_that_is_compiled(

@@ -34,7 +34,8 @@ LOG = "".join(
 
 
 def read(*paths: Path, form: str | None = None) -> Recording:
-    return recording_from(paths, form, RunFacts(microbatches=2))[1]
+    is_log = form == "megatron-timers" or str(paths[0]).endswith("log")
+    return recording_from(paths, form, RunFacts(microbatches=2 if is_log else None))[1]
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -130,6 +131,14 @@ def test_steps_in_several_files(tmp_path: Path) -> None:
     both = written(tmp_path, "both.log", "".join(path.read_text() for path in logs))
     assert read(*logs) == read(both)
     assert {each.step for each in read(both).ops} == {0, 1}
+
+
+@pytest.mark.parametrize("first", ["[W1128 10:00:00.123456 socket.cpp:752] [c10d] no", "[1]", "[", "{", '{"event": 1}'])
+@pytest.mark.parametrize("prefix", ["", "[default3]:", "[rank0]: "])
+def test_a_log_that_begins_as_json_does_is_a_log(first: str, prefix: str, tmp_path: Path) -> None:
+    plain = written(tmp_path, "1.log", LOG)
+    other = written(tmp_path, "2.log", f"{first}\n{LOG}".replace("\n", f"\n{prefix}"))
+    assert recording_from([other], None, RunFacts(microbatches=2)) == ("megatron-timers", read(plain))
 
 
 def test_files_that_are_not_of_one_run_are_refused(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class CsvTable:
     """Reads tables. Its `InputError` names the line, the column, and what would be right."""
 
     name = "csv"
+    takes = ()
 
     def recognize(self, sample: Sample) -> bool:
         return sample.file.name.lower().endswith((".csv", ".csv.gz"))

@@ -45,6 +45,7 @@ class MegatronTimers:
     as the slowest of them. Its `InputError` names the times that the log lacks, or why they cannot be divided."""
 
     name = "megatron-timers"
+    takes = RunFacts._fields
 
     def recognize(self, sample: Sample) -> bool:
         return any(timer in piece for piece in read_pieces(sample.file) for timer in TIMERS)

@@ -34,6 +34,7 @@ class Primus:
     the chunks cannot lie."""
 
     name = "primus"
+    takes = ("shape",)
 
     def recognize(self, sample: Sample) -> bool:
         return sample.path.name == "config.json" or any(name.startswith("pp_rank_") for name in sample.names)

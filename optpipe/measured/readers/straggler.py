@@ -3,13 +3,17 @@
 A Chrome trace, whole or only its list of events: a process is a replica ("DP rank [3]"), a thread a stream of a rank
 ("PP rank 1, TP rank 0, compute"). `forward-compute` and `backward-compute` are ops; their `args` have the step, the
 model chunk and the micro-batch. Times are in us, and all ranks have one clock.
+
+In files of veScale's own writer (`LocalTimelineNDHandler`, one a host) `args` have the ranks `pp` and `tp` instead of
+the thread's name, and no micro-batch: those of a rank's forwards, and of its backwards, follow from their order, as
+only its 1F1B times them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -18,11 +22,13 @@ from typing import Any, NamedTuple
 from optpipe.errors import InputError
 from optpipe.measured.events import Events, read_pieces
 from optpipe.measured.recording import ChunkOp, Recording, RunFacts, Sample, each_once, joined, require_sizes
+from optpipe.model.arrays import NONE
 from optpipe.model.ops import Kind
 
 KINDS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
 MOST = 10**9  # no step, rank or micro-batch has a larger number
-_REPLICA, _RANK = re.compile(r"DP rank \[?(\d{1,9})\]?"), re.compile(r"PP rank (\d{1,9}), TP rank (\d{1,9})")
+_REPLICA = re.compile(r"DP rank ?\[?(\d{1,9})\]?", re.IGNORECASE)
+_RANK = re.compile(r"PP rank (\d{1,9}), TP rank (\d{1,9})")
 
 Thread = tuple[str, str]  # and its process before it
 
@@ -40,6 +46,7 @@ class StragglerTimeline:
     `InputError` names the event, its field, and what would be right."""
 
     name = "straggler"
+    takes = ()
 
     def recognize(self, sample: Sample) -> bool:
         return any(str(event.get("name")) in KINDS for event in sample.events)
@@ -75,25 +82,36 @@ def _read_file(pieces: Iterable[str], path: str, others: Counter[str]) -> _File:
     events = Events(pieces, path)
     names = list[Mapping[str, Any]]()
     read_ops = list[tuple[int, Thread, ChunkOp]]()  # with the place of the event
+    threads: dict[Thread, tuple[int, int]] = {}
     for n, event in enumerate(events):
         if event.get("ph") == "X" and str(event.get("name")) in KINDS:
-            read_ops.append((n, _thread(event), _chunk_op(event, f"{path}: event {n}")))
+            what, thread = f"{path}: event {n}", _thread(event)
+            read_ops.append((n, thread, _chunk_op(event, what)))
+            if "pp" in event["args"]:
+                rank = _count(event["args"], "pp", what), _count(event["args"], "tp", what)
+                if (other := threads.setdefault(thread, rank)) != rank:
+                    raise InputError(f"{what}: args.pp and args.tp = {rank}: other ops of its thread have {other}")
         elif event.get("ph") == "X":
             others[str(event.get("name"))] += 1
         elif event.get("ph") == "M" and event.get("name") in ("process_name", "thread_name"):
             names.append(event)
     if not events.listed or events.others:
         raise InputError(f"{path}: no timeline: a list of events, or an object with traceEvents, is expected")
-    ranks, named = _ranks(names, path)
-    ops = list[tuple[int, ChunkOp]]()
-    for n, thread, op in read_ops:
+    ranks, named = _ranks(names, threads, path)
+    ops, numbers = list[tuple[int, ChunkOp]](), Counter[Hashable]()
+    for n, thread, op in sorted(read_ops, key=lambda each: each[2].start_ms):
         if thread not in ranks:
             raise InputError(
                 f"{path}: event {n}: thread {thread[1]:.40} of process {thread[0]:.40} has no name such as 'PP rank 0, "
                 "TP rank 0, compute'"
             )
         replica, pipeline, tensor = ranks[thread]
-        ops.append((tensor, op._replace(rank=pipeline, replica=replica)))
+        op = op._replace(rank=pipeline, replica=replica)
+        if op.microbatch == NONE:
+            like = ranks[thread], op.kind, op.chunk, op.step
+            op = op._replace(microbatch=numbers[like])
+            numbers[like] += 1
+        ops.append((tensor, op))
     if not ops:
         raise InputError(f"{path}: no op: events of the name forward-compute and backward-compute are expected")
     return _File(path, ops, named)
@@ -103,11 +121,13 @@ def _thread(event: Mapping[str, Any]) -> Thread:
     return str(event.get("pid")), str(event.get("tid"))
 
 
-def _ranks(events: Sequence[Mapping[str, Any]], path: str) -> tuple[dict[Thread, tuple[int, int, int]], bool]:
-    """Replica, pipeline rank and tensor parallel rank of each process and thread that has a name, and whether processes
-    have one."""
+def _ranks(
+    events: Sequence[Mapping[str, Any]], threads: dict[Thread, tuple[int, int]], path: str
+) -> tuple[dict[Thread, tuple[int, int, int]], bool]:
+    """Replica, pipeline rank and tensor parallel rank of each process and thread that has a name or is in `threads`,
+    and whether processes have one."""
     replicas: dict[str, int] = {}
-    threads: dict[Thread, tuple[int, int]] = {}
+    threads = dict(threads)
     for event in events:
         args = event.get("args")
         name = str(args.get("name", "")) if isinstance(args, dict) else ""
@@ -135,7 +155,8 @@ def _chunk_op(event: Mapping[str, Any], what: str) -> ChunkOp:
     if us < 0:
         raise InputError(f"{what}: dur = {us:g}: no less than 0 is expected")
     chunk = _count(args, "model_chunk", what) if "model_chunk" in args else 0
-    step, microbatch = _count(args, "step", what), _count(args, "mb_id", what)
+    step = _count(args, "step", what)
+    microbatch = NONE if "pp" in args and "mb_id" not in args else _count(args, "mb_id", what)
     return ChunkOp(KINDS[event["name"]], 0, chunk, microbatch, step, start_us / 1e3, us / 1e3)
 
 

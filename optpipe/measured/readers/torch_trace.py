@@ -69,6 +69,7 @@ class TorchTrace:
     `InputError` names the file, and what is wrong with it."""
 
     name = "torch-trace"
+    takes = ()
 
     def recognize(self, sample: Sample) -> bool:
         return any(event.get("cat") in CATEGORIES for event in sample.events)
