@@ -75,6 +75,7 @@ def find_cures(
     `limits` are those of the search of a schedule, None for no search; `report` is called with what is tried. Raises
     InputError if the facts do not fit the runs.
     """
+    ran, runs = runs, losses.usual
     chosen = runs.steps[np.unique(np.linspace(0, len(runs.steps) - 1, SAMPLED).astype(int))].tolist()
     batches = [batch_of(runs, losses.healthy_ms, step, facts) for step in chosen]
     search = _Search(runs, losses, facts, stack, batches, [batch.predict(Change()) for batch in batches])
@@ -92,7 +93,7 @@ def find_cures(
     most = max((cure.gain for cure in cures), default=0.0)
     if (together := search.together({cure.name: tried[cure.name] for cure in cures})) and together.gain >= LEAST + most:
         cures.insert(0, together)
-    before = search.today[-1].slowest
+    before = batch_of(ran, ran.ms, chosen[-1], facts).predict(Change()).slowest
     return Cures(tuple(chosen), tuple(cures), before, _activations(before), tuple(search.asked(causes)))
 
 

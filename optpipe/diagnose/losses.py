@@ -1,6 +1,10 @@
 """Where the time of a step goes: replays in which one thing after the other is ideal. Each loss is the difference of
 two replays, so together with the work they are exactly the step.
 
+An op far from its like, which are those of its kind and stage, took a multiple of their median for its micro-batch's
+work, though neither the device's other ops in that run did, nor that op in other steps. Nothing else is judged by it,
+and no cure predicted with it.
+
 Which devices are slower than others with the same work, and since when: the work of a micro-batch is what its faster
 stages show. A stage's usual time for it is that of the faster ones of all micro-batches with about as much work, in all
 runs: as they are long, attention grows faster than the rest of a stage. A device's excess in a run is what its
@@ -11,14 +15,14 @@ micro-batches are all long. With one replica, only a device that becomes slower 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.diagnose.runs import Runs
 from optpipe.model.arrays import Floats, Ints
-from optpipe.model.ops import Kind
+from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 
 CAUSE = 0.03  # of the step: what costs less is no cause
@@ -27,10 +31,23 @@ UNEVEN = 0.05  # how much more than the mean a stage must take to be named
 LEAST = 0.05  # of its time a slow device must take more
 CLEAR = 4.0  # times the usual spread, too
 FEWEST = 3  # steps, or half of them
+FAR = 2.0  # times as long as its like an op must take to be named
+MOST_FAR = 3  # such ops are named
 FAST = 0.25  # the quantile of a stage's times that counts as its usual time
 ALIKE, MOST_GROUPS = 50, 20  # micro-batches with about as much work that are compared, and into how many groups at most
 ROUNDS = 5
 DEVIATION = 1.4826  # of a normal distribution, for a median of absolute deviations
+
+
+class FarOp(NamedTuple):
+    """An op that took far longer than its like."""
+
+    op: Op
+    replica: int
+    step: int
+    ms: float
+    usual_ms: float
+    lost_ms: float  # how much shorter its replica's step would have been
 
 
 class SlowDevice(NamedTuple):
@@ -60,6 +77,7 @@ class Loss(NamedTuple):
 # In this order things become ideal; what they are is the end of a sentence.
 NAMES = {
     "unexplained": "what a replay does not explain",
+    "far-ops": "ops far longer than their like",
     "slow-device": "a device slower than others with the same work",
     "replicas": "replicas with more work than others",
     "micro-batches": "micro-batches of a replica that differ",
@@ -80,15 +98,19 @@ class Losses:
     measured_ms: Floats  # (N,) how long they took; as replayed, where clocks do not show it
     replayed_ms: Floats  # (N,)
     parts: tuple[Loss, ...]
+    far_ops: tuple[FarOp, ...]  # those that cost most
     slow_devices: tuple[SlowDevice, ...]  # the slowest first
     uneven_stages: tuple[tuple[int, float], ...]  # longer than the mean, by how many times, the longest first
-    healthy_ms: Floats  # (T,) the times of the ops without slow devices
+    usual: Runs  # with the usual times of ops far from their like
+    healthy_ms: Floats  # (T,) these times without slow devices
 
     @property
     def causes(self) -> list[Loss]:
-        """The avoidable parts that are a cause, the largest first."""
-        step_ms = float(np.mean(self.measured_ms))
-        large = [part for part in self.parts if part.avoidable and part.mean_ms > CAUSE * step_ms]
+        """The avoidable parts that are a cause, the largest first. Ops far from their like are one if they took so much
+        too long, whatever that cost."""
+        least_ms = CAUSE * float(np.mean(self.measured_ms))
+        over = {"far-ops": max((each.ms - each.usual_ms for each in self.far_ops), default=0.0)}
+        large = [p for p in self.parts if p.avoidable and max(p.mean_ms, over.get(p.name, 0.0)) > least_ms]
         return sorted(large, key=lambda part: -part.mean_ms)
 
     @property
@@ -99,16 +121,17 @@ class Losses:
 
 def explain(runs: Runs) -> Losses:
     """Replay each step, then without one cause after the other."""
-    replayed = runs.longest(runs.replay()[0])
+    lasts = runs.replay()[0]
+    replayed, usual = runs.longest(lasts), replace(runs, ms=usual_times(runs))
     measured = runs.longest(np.nan_to_num(runs.measured_ms, nan=-np.inf))
     measured = np.where(np.isfinite(measured), measured, replayed)
-    slow, left = find_slow_devices(runs)
-    step, healthy = runs.step[runs.run], runs.ms * left
+    slow, left = find_slow_devices(usual)
+    step, healthy = runs.step[runs.run], usual.ms * left
     kind_in_step = _key(step, runs.kind)
-    even = {"slow-device": healthy}
+    even = {"far-ops": usual.ms, "slow-device": healthy}
     even["replicas"] = _even(healthy, runs.run, step)
     even["micro-batches"] = _even(even["replicas"], _key(runs.run, runs.microbatch), runs.run)
-    even["stages"] = _even(even["micro-batches"], _key(kind_in_step, runs.stage), kind_in_step)
+    even["stages"] = _even(even["micro-batches"], _key(kind_in_step, runs.stage), kind_in_step, by_median=True)
     even["scatter"] = _even(even["stages"], np.arange(len(step)), kind_in_step)
     lengths = [measured, replayed, *(runs.longest(runs.replay(ms)[0]) for ms in even.values())]
     ideal = even["scatter"]
@@ -122,12 +145,42 @@ def explain(runs: Runs) -> Losses:
         Loss(name, before - after, name not in ("unexplained", "bubble"))
         for name, before, after in zip(NAMES, lengths, lengths[1:], strict=False)
     ]
-    stages_ms = np.zeros((len(runs.step), len(runs.where)))
-    np.add.at(stages_ms, (runs.run, runs.stage), even["micro-batches"])
-    times = np.median(stages_ms / stages_ms.mean(axis=1, keepdims=True), axis=0)
+    times = np.median(_by_microbatch(runs, even["micro-batches"])[0], axis=0)
+    times /= max(times.mean(), NOTHING)
     longest = [(s, float(times[s])) for s in np.argsort(-times, kind="stable").tolist()]
     uneven = tuple((s, factor) for s, factor in longest if factor > 1 + UNEVEN)
-    return Losses(runs.steps, measured, replayed, (*parts, Loss("work", work, False)), tuple(slow), uneven, healthy)
+    far, all_parts = _costliest(runs, usual.ms, lasts), (*parts, Loss("work", work, False))
+    return Losses(runs.steps, measured, replayed, all_parts, far, tuple(slow), uneven, usual, healthy)
+
+
+def usual_times(runs: Runs) -> Floats:
+    """(T,) the times of the ops; of those far from their like, what their like take for as much work."""
+    log = np.log(np.maximum(runs.ms, np.finfo(float).tiny))
+    like, microbatch = _key(runs.kind, runs.stage), _key(runs.run, runs.microbatch)
+    over = log - _median_of(log, like)
+    work = _median_of(over, microbatch, lower=True)  # of two ops the shorter shows it
+    excess = over - work
+    excess -= np.maximum(0.0, _median_of(excess, _key(runs.run, runs.device)))  # of a device that is slower in all
+    if len(runs.steps) >= FEWEST:  # what happens in most steps, as to a first micro-batch
+        place = _key(_key(runs.replica[runs.run], runs.microbatch), like)
+        excess -= np.maximum(0.0, _median_of(excess, place))
+    spread = DEVIATION * _median_of(np.abs(excess), like)
+    far = excess > np.maximum(np.log(FAR), CLEAR * spread)
+    return np.where(far, runs.ms * np.exp(-excess), runs.ms)
+
+
+def _costliest(runs: Runs, usual_ms: Floats, lasts_ms: Floats) -> tuple[FarOp, ...]:
+    """Of the ops far from their like those that took most beyond it, each with what it cost its replica's step."""
+    far = []
+    for n in np.argsort(usual_ms - runs.ms, kind="stable")[:MOST_FAR].tolist():
+        if usual_ms[n] < runs.ms[n]:
+            run, ms = int(runs.run[n]), runs.ms.copy()
+            ms[n] = usual_ms[n]
+            op = Op(Kind(int(runs.kind[n])), int(runs.stage[n]), int(runs.microbatch[n]))
+            lost_ms = float(lasts_ms[run] - runs.replay(ms)[0][run])
+            at = int(runs.replica[run]), int(runs.step[run])
+            far.append(FarOp(op, *at, float(runs.ms[n]), float(usual_ms[n]), lost_ms))
+    return tuple(sorted(far, key=lambda each: -each.lost_ms))
 
 
 def find_slow_devices(runs: Runs) -> tuple[list[SlowDevice], Floats]:
@@ -158,10 +211,7 @@ def find_slow_devices(runs: Runs) -> tuple[list[SlowDevice], Floats]:
 
 def excess_of(runs: Runs) -> Floats:
     """(K, D) by how much longer a device takes than its stages and its run's work predict, as a logarithm."""
-    stages, key = len(runs.where), runs.run * (int(runs.microbatch.max()) + 1) + runs.microbatch
-    microbatches, number = np.unique(key, return_inverse=True)
-    totals = np.zeros((len(microbatches), stages))
-    np.add.at(totals, (number, runs.stage), runs.ms)
+    stages, (totals, run) = len(runs.where), _by_microbatch(runs, runs.ms)
     log = np.log(np.maximum(totals, np.finfo(float).tiny))
     usual = np.broadcast_to(np.quantile(log, FAST, axis=0), log.shape)
     groups: list[Ints] = [np.arange(len(log))]
@@ -174,8 +224,6 @@ def excess_of(runs: Runs) -> Floats:
         wanted = min(MOST_GROUPS, len(log) // ALIKE, int(np.diff(np.quantile(work, (0.05, 0.95)))[0] / LEAST))
         groups = np.array_split(np.argsort(work, kind="stable"), max(1, wanted))
     excess = log - usual - work[:, None]
-    run = np.empty(len(microbatches), np.int64)
-    run[number] = runs.run
     of_runs = np.split(excess, np.flatnonzero(np.diff(run)) + 1)
     of_stages = np.array([np.median(of_run, axis=0) for of_run in of_runs])
     on = [[s for s, device in enumerate(runs.where) if device == d] for d in range(runs.devices)]
@@ -222,13 +270,33 @@ def _floor_of(forward: Floats, backward: Floats, weight: Floats, where: Sequence
     return float(floor)
 
 
-def _even(ms: Floats, one: Ints, among: Ints) -> Floats:
-    """The times with each group `one` of them taking the mean of all such groups in `among`."""
+def _by_microbatch(runs: Runs, ms: Floats) -> tuple[Floats, Ints]:
+    """(M, S) what each micro-batch of each run takes on each stage, and (M,) its run."""
+    key, number = np.unique(_key(runs.run, runs.microbatch), return_inverse=True)
+    totals, run = np.zeros((len(key), len(runs.where))), np.empty(len(key), np.int64)
+    np.add.at(totals, (number, runs.stage), ms)
+    run[number] = runs.run
+    return totals, run
+
+
+def _median_of(values: Floats, group: Ints, lower: bool = False) -> Floats:
+    """(T,) the median of the values in the group of each; with `lower`, of an even number the lower one."""
+    _, group, count = np.unique(group, return_inverse=True, return_counts=True)
+    ordered = values[np.lexsort((values, group))]
+    first = np.cumsum(count) - count
+    low, high = ordered[first + (count - 1) // 2], ordered[first + count // 2]
+    medians: Floats = (low if lower else (low + high) / 2)[group]
+    return medians
+
+
+def _even(ms: Floats, one: Ints, among: Ints, by_median: bool = False) -> Floats:
+    """The times with each group `one` of them taking the mean of all such groups in `among`; what a group takes is the
+    sum of its times, or as many times their median."""
     _, one = np.unique(one, return_inverse=True)
     _, among = np.unique(among, return_inverse=True)
     of_group = np.zeros(one.max() + 1, np.int64)
     of_group[one] = among
-    totals = np.bincount(one, ms)
+    totals = np.bincount(one, _median_of(ms, one) if by_median else ms)
     means = np.bincount(of_group, totals) / np.bincount(of_group)
     some = totals > NOTHING
     evened: Floats = np.where(some[one], ms * (means[of_group] / np.where(some, totals, 1.0))[one], 0.0)

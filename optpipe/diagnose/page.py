@@ -102,7 +102,7 @@ def _drawn(
             break
         chosen.append((step, replica))
     for step in dict.fromkeys(step for step, _ in chosen):
-        batch = batch_of(runs, diagnosis.losses.healthy_ms, step, UserFacts())
+        batch = batch_of(runs, runs.ms, step, UserFacts())
         replicas = runs.replica[runs.runs_of(step)].tolist()
         for r, replica in enumerate(replicas):
             if (step, replica) in chosen:
@@ -116,6 +116,9 @@ def _place(diagnosis: Diagnosis, slowest: dict[int, int], part: Loss) -> dict[st
     step = int(runs.steps[np.argmax(part.ms[:MOST_STEPS])])
     place: dict[str, int | None] = {"step": step, "replica": slowest[step]}
     place |= dict.fromkeys(("device", "stage", "microbatch"))
+    if part.name == "far-ops" and losses.far_ops:
+        far = losses.far_ops[0]
+        place |= {"step": far.step, "replica": far.replica, "stage": far.op.stage, "microbatch": far.op.microbatch}
     if part.name == "slow-device" and losses.slow_devices:
         place |= {"replica": losses.slow_devices[0].replica, "device": losses.slow_devices[0].device}
     if part.name == "stages" and losses.uneven_stages:

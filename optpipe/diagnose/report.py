@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from optpipe.formats.stacks import STACKS, StackName
 from optpipe.measured.convert import recording_from
 from optpipe.measured.readers import RunFacts
 from optpipe.measured.recording import Recording
+from optpipe.model.ops import Kind
 from optpipe.options import SolveArguments
 
 MOST_HELD = 1_000_000  # activations on a device
@@ -41,11 +42,21 @@ class Diagnosis:
         step_ms = float(np.mean(self.losses.measured_ms))
         unexplained = self.losses.parts[0].mean_ms / step_ms
         doubt = [f"{NAMES['unexplained']}: {unexplained:.1%} of a step, so the other figures are in doubt"]
-        named = {"slow-device": self._slow, "stages": self._uneven}
+        named = {"far-ops": self._far, "slow-device": self._slow, "stages": self._uneven}
         return doubt * (abs(unexplained) > CAUSE) + [
             f"{named[part.name]() if part.name in named else NAMES[part.name]}: {part.mean_ms / step_ms:.1%} of a step"
             for part in self.losses.causes
         ]
+
+    def _far(self) -> str:
+        far, replica = self.losses.far_ops[0], ""
+        if len(self.runs.replicas) > 1:
+            replica = f", replica {far.replica},"
+        others = int((self.losses.usual.ms < self.runs.ms).sum()) - 1
+        return (
+            f"{far.op} of step {far.step}{replica} took {far.ms:.4g} ms, its like {far.usual_ms:.4g} "
+            f"({far.lost_ms:.4g} ms lost){f', and {others} more' * (others > 0)}; cures are predicted without such ops"
+        )
 
     def _slow(self) -> str:
         end = int(self.runs.steps[-1])
@@ -86,6 +97,7 @@ class Diagnosis:
                 for part in losses.parts
             ],
             "causes": self.causes,
+            "far_ops": [each._asdict() | {"op": str(each.op)} for each in losses.far_ops],
             "slow_devices": [each._asdict() for each in losses.slow_devices],
             "uneven_stages": [{"stage": s, "factor": factor} for s, factor in losses.uneven_stages],
             "cures": [
@@ -180,6 +192,9 @@ def diagnose_recording(
     if weight_share is not None and not 0 <= weight_share <= 1:
         raise InputError(f"weight_share = {weight_share:g}: a share from 0 to 1 is expected")
     runs = collect_runs(recording)
+    if weight_share is not None and {Kind.W} & set(runs.kind.tolist()):
+        unused = "the share of W that was given: B and W were measured apart"
+        runs = replace(runs, unused=(*runs.unused, unused))
     counts = tuple(layers) * len(runs.where) if len(layers) == 1 else tuple(layers)
     losses = explain(runs)
     search: SolveArguments | None = {**(limits or {}), "time_limit_s": time_limit_s} if time_limit_s else None

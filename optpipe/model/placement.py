@@ -217,13 +217,13 @@ def _levels_together(
 
 
 def counts_text(counts: Sequence[int]) -> str:
-    """How many layers each stage has: `3 4 4 5`, `2 each`, or, of many stages, `1, 62 of 2, 1`."""
+    """How many layers each stage has: `3 4 4 5`, `2 each`, or, of many stages, `1, 62×2, 1`."""
     runs = [(count, len(list(run))) for count, run in groupby(counts)]
     if len(runs) == 1 and len(counts) > 1:
         return f"{counts[0]} each"
     if len(counts) <= MOST_TOLD or 2 * len(runs) > len(counts):
         return " ".join(map(str, counts))
-    return ", ".join(f"{times} of {count}" if times > 1 else str(count) for count, times in runs)
+    return ", ".join(f"{times}×{count}" if times > 1 else str(count) for count, times in runs)
 
 
 def even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int, ...]:

@@ -213,7 +213,7 @@ def test_a_placement_of_another_problem_is_refused_in_one_sentence(problem, plac
         ([2] * 64, "2 each"),
         ([5], "5"),
         ([2, 3, 3, 2], "2 3 3 2"),
-        ([1, *[2] * 62, 1], "1, 62 of 2, 1"),
+        ([1, *[2] * 62, 1], "1, 62×2, 1"),
         ([1, 2, 1, 3, 1, 2, 2, 1, 3], "1 2 1 3 1 2 2 1 3"),
     ],
 )

@@ -16,7 +16,7 @@ from support.problems import pipeline, stage
 
 FORWARD, BACKWARD = 10.0, 20.0
 NOISE = 0.002  # of an op's time
-FAULTS = ("none", "slow-device", "replicas", "micro-batches", "stages", "messages", "order")
+FAULTS = ("none", "far-ops", "slow-device", "replicas", "micro-batches", "stages", "messages", "order")
 
 
 class Job(NamedTuple):
@@ -82,8 +82,12 @@ def _times(job: Job, step: int, replica: int, random: np.random.Generator) -> ND
     ms = np.array([FORWARD, BACKWARD])[None, :, None] * np.ones((job.devices, 1, job.microbatches))
     if job.fault == "stages":
         ms[job.place] *= job.factor
-    if job.fault == "slow-device" and replica == job.replica and step >= job.since:
+    if "slow-device" in job.fault and replica == job.replica and step >= job.since:
         ms[job.place] *= job.factor
+    if job.fault == "first-forward":
+        ms[0, 0, 0] *= 5
+    if "far-ops" in job.fault and (step, replica) == (job.since, job.replica):
+        ms[job.place, job.seed % 2, job.seed % job.microbatches] *= 3 * job.factor
     if job.fault == "replicas":
         ms *= 1 + (job.factor - 1) * ((replica + step) % job.replicas == 0)
     if job.fault == "micro-batches":
