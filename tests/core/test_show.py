@@ -5,6 +5,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,6 +32,19 @@ from optpipe_solver.heuristics import generate
 __all__ = ["browser"]  # a fixture
 
 
+def assert_threads_run_one_op_at_a_time(events):
+    """In whole ns, as readers count. No thread has the number of a process, which would make it the main one, or 0."""
+    lanes = {}
+    for event in (event for event in events if event["ph"] == "X"):
+        lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"] * 1e3, event["dur"] * 1e3))
+    assert {tid for _, tid in lanes}.isdisjoint({0} | {event["pid"] for event in events})
+    assert len({tid for _, tid in lanes}) == len(lanes)
+    for spans in lanes.values():
+        assert all(number == pytest.approx(round(number), abs=1e-3) for span in spans for number in span)
+        spans = sorted((round(begin), round(ns)) for begin, ns in spans)
+        assert all(begin + ns <= later for (begin, ns), (later, _) in pairwise(spans))
+
+
 @given(problems_with_schedules(beyond=True))
 @settings(max_examples=examples(40))
 def test_every_picture_draws_every_schedule(pair):
@@ -41,6 +55,7 @@ def test_every_picture_draws_every_schedule(pair):
     HTMLParser().feed(schedule._repr_html_())
     events = json.loads(trace(schedule))["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == timed
+    assert_threads_run_one_op_at_a_time(events)
     assert chart(schedule, 60).plain.count("device") == len(schedule.programs)
 
 
