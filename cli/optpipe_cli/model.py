@@ -121,7 +121,11 @@ def lines(estimate: Estimate) -> Iterator[str]:
             f"{stage.forward_ms:9.2f}{stage.backward_input_ms:9.2f}{stage.backward_weight_ms:9.2f}"
             f"{saved[s, 0] / GB:15.3f}{waiting[s, 0] / GB:12.3f}{k or 0.0:7.2f}"
         )
-    yield f"a message between stages takes {problem.p2p_ms:.3f} ms; k up to 1: there is time to offload everything"
+    yield f"a message between stages takes {problem.p2p_ms:.3f} ms"
+    if ratios := [k for k in offload_ratio(problem) if k is not None]:
+        most = max(ratios)
+        share = "everything" if most <= 1 else f"{1 / most:.0%} of the activations of the stage with this k"
+        yield f"k is up to {most:.2f}: there is time to offload {share}"
 
 
 def left_out(shape: Transformer) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +18,9 @@ from optpipe.formats import import_schedule
 from optpipe.formats.megatron import layer_counts
 from optpipe.formats.modules import AUTOMODEL, TORCHTITAN, read_parts
 from optpipe.formats.modules import complaints as module_complaints
+from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule, ScheduleFile, certify, timed_ops
+from optpipe.schedule import Schedule, ScheduleFile, TimedOp, certify, timed_ops
 from optpipe.schedule import check as complaints
 from optpipe.schedule import simulate as times
 from optpipe.show.page import plot
@@ -30,6 +32,8 @@ from optpipe_cli.model import read_model
 from optpipe_cli.options import Flag, Json, NewFile, Output, ProblemPath, SchedulePath, require_writable
 from optpipe_cli.output import echo, new_console, print_json, sizes_text
 from optpipe_solver.bounds import lower_bound
+
+TOLERANCE = 1e-6  # of a claimed time, which may have been rounded
 
 
 def check(
@@ -128,18 +132,41 @@ def _difference(posed: Any, in_file: Any, place: str = "") -> str | None:
 
 
 def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
-    """Complaints about wrong times in the file, a bound above its makespan, and `optimal` without a proof."""
+    """Complaints about wrong times in the file, also of its ops, a bound above its makespan, and `optimal` without a
+    proof."""
     claims = [("makespan_ms", file.makespan_ms, schedule.makespan_ms), ("span_ms", file.span_ms, schedule.span_ms)]
     wrong = [
         f"{name} = {claim:.9g}: the programs take {true:.9g}"
         for name, claim, true in claims
-        if claim is not None and abs(claim - true) > 1e-6 * (1 + true)
+        if claim is not None and abs(claim - true) > TOLERANCE * (1 + true)
     ]
+    if file.ops is not None:
+        wrong += _false_times(file.ops, schedule)
     if file.lower_bound_ms is not None and not reaches(file.lower_bound_ms, schedule.makespan_ms):
         wrong.append(f"lower_bound_ms = {file.lower_bound_ms:.9g}: above the makespan {schedule.makespan_ms:.9g}")
     if file.status == "optimal" and gap(schedule.makespan_ms, file.lower_bound_ms) != 0:
         wrong.append(f"status = 'optimal': lower_bound_ms = {file.lower_bound_ms} does not prove it")
     return wrong
+
+
+def _false_times(claimed: Sequence[TimedOp], schedule: Schedule) -> list[str]:
+    """A complaint about the first op whose times in the file are not those of the programs."""
+    true = {_op_of(TimedOp(**each)): (each["start_ms"], each["end_ms"]) for each in timed_ops(schedule)}
+    wrong = []
+    for op, claim in {_op_of(each): (each.start_ms, each.end_ms) for each in claimed}.items():
+        if op not in true:
+            wrong.append(f"{op}: the programs do not have it")
+        elif any(abs(one - ms) > TOLERANCE * (1 + ms) for one, ms in zip(claim, true[op], strict=True)):
+            given, right = (" to ".join(f"{ms:.9g}" for ms in each) for each in (claim, true[op]))
+            wrong.append(f"{op} from {given} ms: by the programs from {right} ms")
+        true.pop(op, None)
+    wrong += [f"{op} is missing" for op in true]
+    more = f", and {len(wrong) - 1} more" if wrong[1:] else ""
+    return [f"ops: {wrong[0]}{more}"] if wrong else []
+
+
+def _op_of(timed: TimedOp) -> Op:
+    return Op(Kind[timed.kind], timed.stage, timed.microbatch, timed.part or 0)
 
 
 def simulate(problem: ProblemPath, schedule: SchedulePath, /, *, json: Json = False) -> None:

@@ -115,8 +115,16 @@ def read(text: str, problem: Problem, what: str) -> Schedule:
         raise InputError(
             f"{what}: {len(lines)} rows, the problem has {len(problem.devices)} devices: one row is expected for each"
         )
-    rows = [_items(line, f"{what}, line {n}") for n, line in enumerate(lines, 1)]
-    return Schedule(problem, tuple(map(Program.from_items, rows)))
+    programs = [Program.from_items(_items(line, f"{what}, line {n}")) for n, line in enumerate(lines, 1)]
+    for n, program in enumerate(programs, 1):
+        ops = set(program.ops())
+        if older := [op for op in program.ops() if op.kind is Kind.W and op._replace(kind=Kind.BW) in ops]:
+            s, j = older[0].stage, older[0].microbatch
+            raise InputError(
+                f"{what}, line {n}: {s}W{j} beside {s}B{j}, which is the whole backward: before PyTorch 2.5, B was the "
+                f"gradient of the inputs, which is I now: write {s}I{j}"
+            )
+    return Schedule(problem, tuple(programs))
 
 
 def _text(item: Op | Pair) -> str:

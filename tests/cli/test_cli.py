@@ -44,6 +44,20 @@ def test_check_finds_false_figures(scripted, small, field, value):
     assert out.startswith(f"{field} = ")
 
 
+@pytest.mark.parametrize("wrong", ["start_ms", "end_ms", "missing", "more"])
+def test_check_finds_false_times_of_ops(scripted, small, wrong):
+    one_at_a_time(small).save("s.json")
+    assert scripted("check", "p.json", "s.json")[0] == 0
+    content = json.loads(Path("s.json").read_text())
+    first = content["ops"][0]
+    changes = {"missing": content["ops"][1:], "more": [*content["ops"], first | {"microbatch": 9}]}
+    content["ops"] = changes.get(wrong, [first | {wrong: 99.0}, *content["ops"][1:]])
+    Path("s.json").write_text(json.dumps(content))
+    code, out, _ = scripted("check", "p.json", "s.json")
+    said = {"missing": "0F0 is missing", "more": "0F9: the programs do not have it"}
+    assert (code, out.startswith(f"ops: {said.get(wrong, '0F0 from ')}")) == (1, True)
+
+
 def test_check_says_first_that_the_schedule_is_of_another_problem(scripted, small):
     one_at_a_time(small).save("s.json")
     small.replace(microbatches=5, name="larger").save("larger.json")

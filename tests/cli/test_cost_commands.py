@@ -68,6 +68,16 @@ def test_what_does_not_fit_is_shown_by_device_before_the_error(run: Run):
     assert error.startswith("error: device 0 needs 104.1 GB")
 
 
+@pytest.mark.parametrize(("words", "all_of_it"), [("llama-2-7b --pp 8", False), ("llama-2-70b --pp 8 --tp 8", True)])
+def test_the_last_line_says_what_there_is_time_to_offload(run: Run, words: str, all_of_it: bool):
+    code, out, _ = run("model", *words.split())
+    assert code == 0
+    k = max(float(line.split()[-1]) for line in out.splitlines() if line.lstrip().startswith("stage "))
+    said = f"{1 / k:.0%} of the activations of the stage with this k" if k > 1 else "everything"
+    assert out.splitlines()[-1] == f"k is up to {k:.2f}: there is time to offload {said}"
+    assert (k <= 1) == all_of_it
+
+
 def test_presets_are_listed(run: Run):
     listed = json.loads(run("model", "--presets", "--json")[1])
     assert {"llama-2-70b", "gpt-3-175b", "optpipe-7.1b"} <= listed["models"].keys()
