@@ -127,7 +127,7 @@ class _Model:
             if isinstance(layers, int) and layers > MOST_LAYERS:
                 raise InputError(f"{what}: num_hidden_layers = {layers}: at most {MOST_LAYERS} are supported")
         try:
-            self.config, self._model = _made(whole)
+            self.config, self._model, self._parameters = _made(whole)
         except Exception as error:  # whatever their code raises for a wrong value
             reason = _shown(str(error).partition("\n")[0])
             raise InputError(f"{what}: transformers makes no causal language model of it: {reason}") from None
@@ -168,10 +168,9 @@ class _Model:
         fields["vectors"] = self._vectors(fields)
         shape = Transformer.from_dict(fields, self._what)
         modelled = estimate(shape, Parallelism(), GPUS["H100"], Run(microbatches=1, sequence=1)).parameters
-        if modelled != (parameters := sum(each.numel() for each in self._model.parameters())):
-            raise _NotModelledError(
-                f"{self._what}: {modelled:,} of its {parameters:,} parameters would be modelled: it has other parts"
-            )
+        if modelled != self._parameters:
+            counts = f"{modelled:,} of its {self._parameters:,} parameters"
+            raise _NotModelledError(f"{self._what}: {counts} would be modelled: it has other parts")
         return fields
 
     def _value(self, *names: str) -> Any:
@@ -277,10 +276,15 @@ class _Model:
         ]
 
 
-def _made(whole: dict[str, Any]) -> tuple[Any, Any]:
-    """The config of the language model, and the model on the meta device."""
+def _made(whole: dict[str, Any]) -> tuple[Any, Any, int]:
+    """The config of the language model, the model on the meta device, and how many parameters it has.
+
+    In a model of text and more it depends on the type which config says whether weights are tied, and what a head has:
+    both are as in that model.
+    """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForPreTraining
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     logger = logging.getLogger("transformers")  # what it logs is about a model that is used
     level = logger.level
@@ -289,20 +293,36 @@ def _made(whole: dict[str, Any]) -> tuple[Any, Any]:
         with warnings.catch_warnings(action="ignore"), torch.device("meta"):
             made = AutoConfig.for_model(**(whole if "model_type" in whole else whole.get("text_config", whole)))
             config = made.get_text_config(decoder=True)
-            if config is not made:  # of a model of text and more its own config says it, not that of its text
-                config.tie_word_embeddings = made.tie_word_embeddings
-            return config, AutoModelForCausalLM.from_config(config)
+            parts: tuple[Any, ...] = ()
+            if config is not made and not config.is_encoder_decoder:
+                listed = type(made) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+                auto = AutoModelForMultimodalLM if listed else AutoModelForPreTraining
+                try:
+                    outer = auto.from_config(made)
+                except (AttributeError, TypeError, ValueError):  # whose other parts have the default shape, then
+                    texts = {name: value for name, value in whole.items() if name not in _parts(whole)}
+                    outer = auto.from_config(AutoConfig.for_model(**texts))
+                parts = outer.get_decoder(), outer.get_output_embeddings()
+                config.tie_word_embeddings = parts[1].weight is outer.get_input_embeddings().weight
+            model = AutoModelForCausalLM.from_config(config)
+            counts = {id(each): each.numel() for part in parts or (model,) for each in part.parameters()}
+            return config, model, sum(counts.values())
     finally:
         logger.setLevel(level)
 
 
+def _parts(whole: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The configs of what is in the model beside text."""
+    parts = {name: value for name, value in whole.items() if name.endswith("_config") and isinstance(value, dict)}
+    return {name: parts[name] for name in sorted(parts.keys() - NO_PARTS)}
+
+
 def _left_out(whole: dict[str, Any]) -> Iterator[str]:
     """The parts of the model that a `Transformer` does not have."""
-    text = whole.get("text_config")
-    parts = {name: value for name, value in whole.items() if name.endswith("_config") and isinstance(value, dict)}
-    for name in sorted(parts.keys() - NO_PARTS):
-        yield f"{_shown(name)} ({_shown(parts[name].get('model_type') or name.removesuffix('_config'))})"
-    if isinstance(text, dict) and whole.get("model_type") and not parts.keys() - NO_PARTS:
+    text, parts = whole.get("text_config"), _parts(whole)
+    for name, part in parts.items():
+        yield f"{_shown(name)} ({_shown(part.get('model_type') or name.removesuffix('_config'))})"
+    if isinstance(text, dict) and whole.get("model_type") and not parts:
         yield f"what {_shown(whole['model_type'])} adds to its language model"
     for name in MTP:
         if value := (text if isinstance(text, dict) else whole).get(name):

@@ -1,10 +1,14 @@
 """Shapes read from a `config.json`: those of presets, parameters as transformers counts them, windows, refusals."""
 
+import itertools
 import json
 import sys
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_PRETRAINING_MAPPING
 
 from optpipe import InputError
 from optpipe.transformer.estimate import estimate
@@ -111,12 +115,35 @@ def test_layers_with_a_window(config, full):
         assert read(json.dumps(LLAMA_CONFIG | {"model_type": "qwen2"} | unused)).window == 0
 
 
-def test_the_outer_config_decides_what_is_tied():
-    """What it says, or what transformers has for its type."""
-    for outer in ({"model_type": "llava_next", "tie_word_embeddings": False}, {"model_type": "internvl"}):
-        tied = outer.get("tie_word_embeddings", True)
-        text = LLAMA_CONFIG | {"num_hidden_layers": 2, "tie_word_embeddings": not tied}
-        assert read(json.dumps(outer | {"text_config": text})).tied == tied
+# Of text and more: the outer config says whether weights are tied, that of the text, or none, depending on the type.
+WRAPPERS = (
+    "audioflamingo3 blip-2 deepseek_vl gemma3 got_ocr2 granite_speech internvl janus kimi_k25 lighton_ocr llava_next "
+    "omniasr ovis2 qwen2_audio qwen3_asr voxtral"
+)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS.split())
+def test_parameters_of_a_language_model_in_another_are_those_it_has_there(kind):
+    """Counted in the whole model on the meta device; what cannot be read is refused."""
+    counts, refused = set(), 0
+    for outer, inner in itertools.product((None, True, False), repeat=2):
+        text = {"num_hidden_layers": 4} | ({} if inner is None else {"tie_word_embeddings": inner})
+        config = {"model_type": kind, "text_config": text} | ({} if outer is None else {"tie_word_embeddings": outer})
+        with torch.device("meta"):
+            made = AutoConfig.for_model(**json.loads(json.dumps(config)))
+            names = MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_PRETRAINING_MAPPING
+            model = next(each[type(made)] for each in names if type(made) in each)(made)
+        text_parts = model.get_decoder(), model.get_output_embeddings()
+        parameters = sum({id(each): each.numel() for part in text_parts for each in part.parameters()}.values())
+        try:
+            shape = read(json.dumps(config))
+        except InputError:
+            refused += 1
+            continue
+        assert estimate(shape, Parallelism(), GPUS["H100"], Run(microbatches=1, sequence=8)).parameters == parameters
+        counts.add(parameters)
+    assert counts
+    assert refused == (kind == "ovis2") * 3  # untied, with a head of the outer config's width
 
 
 # Types of transformers with a causal language model that are read, each by its defaults.
