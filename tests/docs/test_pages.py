@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from packaging.version import Version
@@ -17,7 +18,10 @@ from support.slow import KEPT, PATTERNS
 
 import optpipe
 import optpipe_runtime
-from optpipe import Problem, Schedule, check
+from optpipe import Device, Problem, Schedule, Stage, check
+from optpipe.evaluate.effects import TABLE
+from optpipe.model.ops import ActivationSizes
+from optpipe.model.records import Level, Message
 from optpipe_cli.app import optpipe as command_line
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +119,29 @@ def test_the_pictures_of_the_concepts_are_those_that_are_drawn_now() -> None:
     for name, picture in pictures.concepts():
         assert picture == read(f"pictures/concepts/{name}.svg"), "draw them: .venv/bin/python docs/pictures.py concepts"
         assert f"pictures/concepts/{name}.svg" in read("concepts.md")
+
+
+def test_the_table_of_the_memory_rule_is_the_rule() -> None:
+    """Each cell, computed of some sizes, is what `TABLE` takes and frees."""
+    section = read("concepts.md").partition("### What an op takes and frees")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:]]
+    table = {name: cells for names, *cells in rows for name in names.strip().split(", ")}
+    for numbers in ((9, 4, 3, 2, 6), (4, 9, 4, 1, 2)):
+        sizes = ActivationSizes(*map(np.array, numbers))
+        for kind, effect in TABLE.items():
+            takes, frees, host = map(str.strip, table.get(kind.name, ["", "", ""]))
+            how, _, of_host = host.partition(" ")
+            cells = {"takes": takes, "frees": frees, f"{how}_on_host": of_host}
+            for name in ("takes", "frees", "takes_on_host", "frees_on_host"):
+                expected = eval(cells.get(name) or "0", {}, vars(sizes) | {"max": np.maximum})
+                assert getattr(effect, name)(sizes) == expected, (kind.name, name)
+
+
+def test_the_fields_of_a_problem_file_are_explained() -> None:
+    section = read("reference/problems.md").partition("## Fields of a problem file")[2].partition("\n## ")[0]
+    records = (Problem, Device, Message, Stage, Level)
+    fields = {name for record in records for name in record.model_fields}
+    assert fields <= set(re.findall(r"`(\w+)`", section))
 
 
 def test_the_readme_fits_on_two_screens() -> None:
