@@ -37,10 +37,8 @@ def main() -> None:
 
     pipe = Pipeline({rank: module}, range(ranks), gpt.loss, MICROBATCHES)
     problem = pipe.profile(*batch(0), activation_budget_bytes=16 * 2**20)
-    if arguments.service:  # which sends schedules while the training runs
-        train = Follower(pipe, arguments.service)
-    else:
-        train = pipe
+    train = Follower(pipe, arguments.service) if arguments.service else pipe
+    if train is pipe:  # else the service sends schedules while the training runs
         pipe.load(optpipe.solve(problem, time_limit_s=10).schedule if rank == 0 else None)
     for step in range(arguments.steps):
         inputs, targets = batch(step)

@@ -42,7 +42,7 @@ def serve(
 ) -> None:
     """`optpipe serve`."""
     need("server")
-    from optpipe_server import start_fork_server
+    from optpipe_server.fork_server import start_fork_server
 
     start_fork_server()  # beside what is loaded here
     from optpipe_cache import Retention

@@ -10,7 +10,6 @@ beside them are what `http` and `work` share.
 from __future__ import annotations
 
 import importlib
-from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
 
 from optpipe_server import logs  # configures structlog, so that stdout stays the caller's
@@ -22,13 +21,7 @@ if TYPE_CHECKING:
 
 # Imported when first used, so that a worker does not load FastAPI.
 _HOME = {"Settings": "settings", "create_app": "http.app", "serve": "http.server"}
-__all__ = ["Settings", "create_app", "logs", "serve", "start_fork_server"]
-
-
-def start_fork_server() -> None:
-    """Let the server from which the pool forks its processes load what they run, beside what the caller loads now."""
-    forkserver.set_forkserver_preload(["optpipe_server.pool.warm"])
-    forkserver.ensure_running()
+__all__ = ["Settings", "create_app", "logs", "serve"]
 
 
 def __getattr__(name: str) -> Any:

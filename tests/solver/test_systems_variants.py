@@ -167,7 +167,7 @@ def test_a_named_method_is_not_joined_by_others(monkeypatch):
         assert len(asked) == int(method == "lns")  # an engine starts from all there is
 
 
-def test_published_systems_stop_when_half_of_the_time_is_over(monkeypatch):
+def test_published_systems_of_a_large_problem_stop_when_half_of_the_time_is_over(monkeypatch):
     made: list[str] = []
 
     def slow(method: str, problem: Problem) -> Schedule:
@@ -175,6 +175,7 @@ def test_published_systems_stop_when_half_of_the_time_is_over(monkeypatch):
         monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 40.0))
         raise InputError("too late")
 
+    monkeypatch.setattr(tuning, "SMALL_OPS", 0)
     monkeypatch.setattr(heuristic_runs, "in_entry_orders", slow)
     frames: list[object] = []
     Portfolio(Request(problem=tight(), time_limit_s=60.0), frames.append).run()

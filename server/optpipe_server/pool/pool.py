@@ -26,7 +26,7 @@ import anyio
 import structlog
 
 from optpipe.errors import OptPipeError
-from optpipe_server import start_fork_server
+from optpipe_server.fork_server import start_fork_server
 from optpipe_server.pool import schedules
 
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def frozen(placement: Sequence[int], schedule: Schedule) -> str:
         pipe.step(*batch(0, m))
         try:
             if rank == len(pids) - 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once: to this thread, not to any
             pipe.step(*batch(0, m))
         except OptPipeError as error:
             os.kill(pids[-1], signal.SIGCONT)
