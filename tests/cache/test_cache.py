@@ -205,6 +205,16 @@ def test_a_damaged_entry_is_no_hit_and_is_replaced(each_cache: Cache) -> None:
     assert each_cache.lookup(chain()) is not None
 
 
+def test_a_stored_length_is_not_believed(each_cache: Cache) -> None:
+    longer, shorter = one_by_one(chain()), gpipe(chain())
+    each_cache.add(longer, "feasible", 0.5)
+    [entry] = each_cache.entries()
+    spoil(each_cache, "entry", entry.model_copy(update={"objective_ms": 0.5}).model_dump_json(exclude_none=True))
+    assert each_cache.lookup(chain()).status == "feasible"
+    assert each_cache.add(shorter, "feasible")
+    assert each_cache.lookup(chain()).schedule.programs == shorter.programs
+
+
 @pytest.mark.parametrize("damaged", [b"", b"1", b"\xff" * 99])
 def test_damaged_features_are_no_hit_and_are_reported(each_cache: Cache, damaged: bytes, caplog: Any) -> None:
     each_cache.add(gpipe(chain()), "feasible")

@@ -271,6 +271,15 @@ def test_bytes_are_no_less_than_those_seen() -> None:
     assert model.problem(one, [{"tokens": 10}]).stages[0].activation_bytes[0] >= 150  # type: ignore[index]
 
 
+def test_bytes_that_leave_are_no_more_than_those_predicted() -> None:
+    """115.5 bytes, of which as many leave: half a byte can neither be kept nor sent."""
+    model = CostModel(("tokens",), 1, ("activation_bytes", "offload_bytes"))
+    model.learn([{"tokens": 10}, {"tokens": 20}] * 3, [dict.fromkeys(model.figures, [105, 210] * 3)])
+    one = pipeline(1, 1, 2**40, stage(offload=(1, 1, 1)))
+    [one_stage] = model.problem(one, [{"tokens": 11}]).stages
+    assert (one_stage.activation_bytes, one_stage.offload_bytes) == ((116,), (115,))
+
+
 def test_a_step_is_scheduled_by_its_features() -> None:
     planned = StepScheduler(TEMPLATE, model_of()).plan(drawn(5), improve=False)
     assert planned.problem.microbatches == 5

@@ -18,6 +18,7 @@ from support.problems.small import (
     problems_of_every_sort,
     several_a_device,
     short_of_memory,
+    slow_one_way,
     tiny,
     unequal_and_tiny,
 )
@@ -74,6 +75,7 @@ def above(length_ms: float, bounds: dict[str, float]) -> dict[str, float]:
     ("kind", "problems"),
     [
         (partly_frozen(most_microbatches=2), examples(40)),
+        (slow_one_way(), examples(40)),
         pytest.param(partly_frozen(), examples(100), marks=pytest.mark.soak),  # minutes: all schedules of each
         pytest.param(st.one_of(tiny(), unequal_and_tiny()), 20_000, marks=pytest.mark.soak),  # minutes
     ],

@@ -189,6 +189,9 @@ def test_an_engine_that_ended_early_runs_again_only_from_another_schedule() -> N
     assert not runs.may_gain(LNS)
     used_up = searching([])
     used_up.handle(process("lns", NAIVE, spent_s=9.0), None)
+    stopped = process("lns", NAIVE, spent_s=1.0)
+    stopped.deadline = engine_runs_module.STOPPED
+    used_up.handle(stopped, None)
     assert used_up.may_gain(LNS)
 
 

@@ -76,6 +76,21 @@ def several_a_device(draw: st.DrawFn, most_microbatches: int = 6) -> Problem:
 
 
 @st.composite
+def slow_one_way(draw: st.DrawFn) -> Problem:
+    """Memory for one of two activations on the way to a far device: they leave and come back in times that
+    differ much, or are computed again by one of two levels that do."""
+    short, long = st.sampled_from((0, 1)), st.sampled_from((5, 8))
+    unlike = st.tuples(short, long).flatmap(st.permutations)
+    quick, far, size = st.integers(1, 2), st.sampled_from((3, 8, 13)), 2
+    away = (*draw(unlike), size) if draw(st.booleans()) else None
+    levels = [(ms, draw(st.integers(0, 1)), None) for ms in draw(unlike)] if not away else []
+    held = stage(0, (draw(quick), draw(quick), draw(quick)), size, draw(st.integers(0, size)), away, levels=levels)
+    plain = stage(1, (draw(quick), draw(quick), 0), 1)
+    duplex = draw(st.sampled_from(("half_duplex", "full_duplex")))
+    return problem_of([held, plain], [size + draw(st.integers(0, 1)), 2], 2, float(draw(far)), transfer_mode=duplex)
+
+
+@st.composite
 def tiny(draw: st.DrawFn) -> Problem:
     """As `equal_and_tiny`; micro-batches may differ."""
     problem = draw(equal_and_tiny())
