@@ -26,7 +26,7 @@ def corpus(folder: Path | None = None, /, *, results: ResultsPath = None) -> Non
     traces = sorted(_traces(folder)) if folder else []
     if folder and not traces:
         raise InputError(f"{folder}: no traces: files named .json, .json.gz or .csv, or folders of them, are expected")
-    kept = Results(results, "corpus", ("trace",), SearchOptions())
+    kept = Results(results, "corpus", ("trace",), SearchOptions(placements="keep"))
     for path in traces:
         name = path.name.partition(".")[0].removeprefix("timeline-")
         if not kept.find(name):

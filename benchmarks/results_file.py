@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from optpipe.errors import InputError
 from optpipe.files import read_file
-from optpipe.options import SearchOptions
+from optpipe.options import Placements, SearchOptions, SolveOptions
 from optpipe_cli.options import require_writable
 
 ResultsPath = Annotated[
@@ -20,6 +20,12 @@ ResultsPath = Annotated[
         validator=require_writable, help="A file of JSON lines: what is there is not measured again, the rest is added."
     ),
 ]
+
+
+class KeepOptions(SolveOptions):
+    """As the results were measured: on the stages as given, if nothing else is asked for."""
+
+    placements: Placements | None = "keep"
 
 
 class Results:

@@ -17,7 +17,7 @@ import numpy as np
 from cyclopts.types import PositiveInt
 
 from benchmarks.problems import GB, pipeline, stage_costs
-from benchmarks.results_file import Results, ResultsPath
+from benchmarks.results_file import KeepOptions, Results, ResultsPath
 from benchmarks.tables import head, line, text
 from benchmarks.timing import timed
 from optpipe.anytime import solve
@@ -68,7 +68,7 @@ def reuse(
     problems: list[Path] | None = None,
     /,
     *,
-    options: Options[SolveOptions] = SolveOptions(),
+    options: Options[KeepOptions] = KeepOptions(),
     first: PositiveInt | None = None,
     changed: list[str] | None = None,
     results: ResultsPath = None,

@@ -16,7 +16,7 @@ from cyclopts.types import PositiveInt
 from cyclopts.validators import Number
 
 from benchmarks.problems import offloading
-from benchmarks.results_file import Results, ResultsPath
+from benchmarks.results_file import KeepOptions, Results, ResultsPath
 from benchmarks.tables import head, line, text
 from optpipe.anytime import improve
 from optpipe.evaluate.objective import gap
@@ -60,7 +60,7 @@ class Size:
 
 def scale(
     *,
-    options: Options[SolveOptions] = SolveOptions(),
+    options: Options[KeepOptions] = KeepOptions(),
     devices: Annotated[int, Parameter(validator=Number(gte=2, lte=64))] = 64,
     room: tuple[PositiveInt, ...] = ROOM,
     results: ResultsPath = None,

@@ -10,7 +10,7 @@ from typing import Any
 from cyclopts.types import NonNegativeInt
 
 from benchmarks.random_problems import random_problem
-from benchmarks.results_file import Results, ResultsPath
+from benchmarks.results_file import KeepOptions, Results, ResultsPath
 from benchmarks.tables import text
 from optpipe.anytime import solve
 from optpipe.errors import InputError
@@ -30,7 +30,7 @@ def solver(
     problems: list[Path] | None = None,
     /,
     *,
-    options: Options[SolveOptions] = SolveOptions(),
+    options: Options[KeepOptions] = KeepOptions(),
     against: list[str] | None = None,
     random: NonNegativeInt = 0,
     results: ResultsPath = None,

@@ -62,7 +62,7 @@ def traces(folder: Path | None = None, /, *, gains: list[str] | None = None, res
     files = timelines_in(folder) if folder else []
     if unknown := sorted(set(gains or ()) - {job_name(path) for path in files}):
         raise InputError(f"--gains = {unknown[0]!r}: expected one of {', '.join(map(job_name, files)) or 'a folder'}")
-    kept = Results(results, "traces", ("trace", "step"), SearchOptions(), work=WORK)
+    kept = Results(results, "traces", ("trace", "step"), SearchOptions(placements="keep"), work=WORK)
     for path in files:
         for row in _measured_rows(path, gains or GAINS, kept):
             kept.add(row)

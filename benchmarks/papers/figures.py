@@ -11,7 +11,7 @@ from benchmarks.papers.calibration import PIPEOFFLOAD, most_held
 from benchmarks.papers.checks import Check
 from benchmarks.papers.costs import estimated
 from benchmarks.problems import GB, pipeline, stage_costs, with_budget
-from benchmarks.results_file import Results, ResultsPath
+from benchmarks.results_file import KeepOptions, Results, ResultsPath
 from optpipe.anytime import solve
 from optpipe.model.problem import Problem
 from optpipe.model.program import STAGE
@@ -25,7 +25,7 @@ CHRONOS = {"pp": 8, "tp": 8, "sequence_parallel": False}
 MESSAGE = 0.104  # ChronosPipe, section 6.1: T_c, in units of a chunk's forward
 
 
-def figures(*, options: Options[SolveOptions] = SolveOptions(), results: ResultsPath = None) -> None:
+def figures(*, options: Options[KeepOptions] = KeepOptions(), results: ResultsPath = None) -> None:
     """Compare figures of the papers with ours: ChronosPipe's 9, 13, 16, PipeOffload's 10, OptPipe's 6.
 
     The one search is that of OptPipe's Figure 6.

@@ -11,7 +11,7 @@ from benchmarks.papers.calibration import most_held, where_it_reaches
 from benchmarks.papers.checks import Check, table
 from benchmarks.papers.costs import AT_ONCE, estimated
 from benchmarks.problems import Times, all_kept, pipeline, stage_costs, with_budget
-from benchmarks.results_file import Results, ResultsPath
+from benchmarks.results_file import KeepOptions, Results, ResultsPath
 from benchmarks.tables import head, line, text
 from optpipe.anytime import solve
 from optpipe.model.placement import Placement, together
@@ -46,7 +46,7 @@ class Uneven:
         return self.even_ms / self.ours_ms if self.ours_ms else None
 
 
-def published(*, options: Options[SolveOptions] = SolveOptions(), results: ResultsPath = None) -> None:
+def published(*, options: Options[KeepOptions] = KeepOptions(), results: ResultsPath = None) -> None:
     """Predict what others measured. Then search partition and schedule of models whose layers differ, against
     interleaved 1F1B with an even split."""
     kept = Results(results, "published", ("model",), options)
