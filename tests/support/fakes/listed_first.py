@@ -3,10 +3,11 @@ and something is left to search for."""
 
 from optpipe_solver.first import answer
 from optpipe_solver.portfolio import heuristic_runs, portfolio
+from optpipe_solver.systems import is_system
 
 LEAST_MS = 1e-3
 
 portfolio.trivial_bound = portfolio.memory_bound = lambda *_: LEAST_MS
 heuristic_runs.RulesSearch.go_on = lambda *_: None
 
-__all__ = ["answer"]
+__all__ = ["answer", "is_system"]
