@@ -156,9 +156,9 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(ra
         jobs = ask(url, "/v1/jobs")["jobs"]
         log, adoptions = (ask(url, f"{jobs[0]['url']}/{what}") for what in ("log", "adoptions"))
 
-    assert [(job["options"]["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], (
-        "nothing was submitted again"
-    )
+    assert [job["options"]["method"] for job in jobs] == ["auto", "po-f"], "nothing was submitted again"
+    assert jobs[0]["state"] == "done"
+    assert jobs[1]["state"] in ("done", "cancelled"), "it ends with its client"
     assert jobs[0]["attempt"] == 2, log
     predicted = [schedule.makespan_ms for schedule in told.schedules[1:]]
     assert predicted
