@@ -73,9 +73,9 @@ def test_the_main_job(ranks, tmp_path, capsys, monkeypatch, started):
 
 
 def test_the_service_of_the_demo(tmp_path):
-    """It is up when its address is told, keeps its jobs in the demo's folder, and ends with the demo."""
+    """It answers when its address is told, keeps its jobs in the demo's folder, and ends with the demo."""
     with demo.service(tmp_path, {**os.environ, "OPTPIPE_CACHE": str(tmp_path / "cache")}) as (url, pid):
-        assert httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
+        until(lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 200, within_s=240)
         os.kill(pid, 0)
     assert (tmp_path / "optpipe.db").exists()
     with pytest.raises(ProcessLookupError):

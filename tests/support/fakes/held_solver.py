@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from optpipe.process.protocol import Frame, Incumbent, read_request, write_frame
+from optpipe.process.protocol import End, Frame, Incumbent, read_request, write_frame
 
 SEARCH_S = 60.0  # once it begins: there may be nothing shorter
 
@@ -26,7 +26,8 @@ def main() -> None:
         if isinstance(frame, Incumbent) and start:
             found = frame.schedule.schedule(request.problem, frame.method)
             if found.makespan_ms < start.makespan_ms:
-                solver._end()
+                write_frame(End())
+                os._exit(0)
 
     solver.read_request, solver.write_frame = lambda: request, write
     solver.main()
