@@ -12,11 +12,11 @@ from support.problems import pipeline, stage
 from benchmarks import reuse, solver
 from benchmarks.pareto import verdicts
 from benchmarks.random_problems import KINDS, random_problem
-from benchmarks.results_file import Results
+from benchmarks.results_file import KeepOptions, Results
 from benchmarks.solver import EACH, comparison
 from optpipe import Problem, Result, Schedule
 from optpipe.comparison import Comparison, Row
-from optpipe.options import CompareOptions, SearchOptions, SolveOptions
+from optpipe.options import CompareOptions, SearchOptions
 from optpipe.reuse import by_rules
 from optpipe_solver import systems
 from optpipe_solver.bounds.least_memory import infeasibility
@@ -118,7 +118,7 @@ def test_what_the_cache_has_is_compared_with_searches(bench, tmp_path, monkeypat
     path, results = tmp_path / "problem.json", tmp_path / "results.jsonl"
     pipeline(2, 4, 2, stage((2, 1, 1), (1, 1)), name="small").save(path)
     assert bench("reuse", path, "--results", results).code == 0
-    rows = Results(results, "reuse", ("problem", "changed"), SolveOptions()).rows
+    rows = Results(results, "reuse", ("problem", "changed"), KeepOptions()).rows
     assert [row["changed"] for row in rows] == [each for each in reuse.CHANGES if "links" not in each]
     assert all(row["loss"] >= 0 and row["lookup_ms"] > 0 for row in rows)
     words = ("reuse", path, "--changed", "a quarter fewer", "--changed", "half the memory")
