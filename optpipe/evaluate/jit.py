@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache
@@ -19,6 +20,7 @@ from typing import Any, TextIO, TypeVar, cast
 # Ops that are handled in plain Python, in about 0.1 s, before numba is imported, which takes about as long.
 ENOUGH = 20_000
 LOCK = "compiler"  # a file's name
+LOOK_S = 0.05  # for which a process that looks whether it is locked locks it, at most
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,8 +73,8 @@ def compiled(function: F) -> F:
         return function
     with _numbas_folder:
         before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(_kept_in(Path(function.__code__.co_filename).parent))
         try:
+            numba.config.CACHE_DIR = str(_kept_in(Path(function.__code__.co_filename).parent))
             return cast(F, numba.njit(cache=True, nogil=True)(function))
         except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
             return cast(F, numba.njit(nogil=True)(function))
@@ -115,8 +117,11 @@ def waits_for_compiler(loops: Iterable[str]) -> bool:
         if getattr(function, "signatures", True):  # compiled in this process; or no numba, or switched off
             continue
         file = Path(function.py_func.__code__.co_filename)
-        with _numbas_folder:
-            kept = _kept_in(file.parent)
+        try:
+            with _numbas_folder:
+                kept = _kept_in(file.parent)
+        except RuntimeError:  # no folder can be written
+            return True
         if not any(kept.glob(f"*/{file.stem}.{name}-*.nbc")):
             return True
     return False
@@ -129,11 +134,21 @@ def compiler_lock() -> TextIO | None:
         try:
             _users().mkdir(parents=True, exist_ok=True)
             file = unless_locked.enter_context((_users() / LOCK).open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            if not _locks(file) and not _locks(file, after_s=LOOK_S):  # who only looks has it for a moment
+                return None
+        except (OSError, RuntimeError):  # the user may have no home
             return None
         unless_locked.pop_all()
     return file
+
+
+def _locks(file: TextIO, after_s: float = 0.0) -> bool:
+    time.sleep(after_s)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def compiles_elsewhere() -> bool:
@@ -143,13 +158,13 @@ def compiles_elsewhere() -> bool:
     try:
         with (_users() / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:  # or no process ever did
+    except (OSError, RuntimeError) as error:  # or no process ever did, or the user has no home
         return isinstance(error, BlockingIOError)
     return False
 
 
 def _users() -> Path:
-    """The user's folder for compiled code."""
+    """The user's folder for compiled code. Raises RuntimeError if there is no home folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optpipe"
 
 

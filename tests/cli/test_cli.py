@@ -44,17 +44,22 @@ def test_check_finds_false_figures(scripted, small, field, value):
     assert out.startswith(f"{field} = ")
 
 
-@pytest.mark.parametrize("wrong", ["start_ms", "end_ms", "missing", "more"])
+@pytest.mark.parametrize("wrong", ["start_ms", "end_ms", "missing", "more", "twice"])
 def test_check_finds_false_times_of_ops(scripted, small, wrong):
     one_at_a_time(small).save("s.json")
     assert scripted("check", "p.json", "s.json")[0] == 0
     content = json.loads(Path("s.json").read_text())
     first = content["ops"][0]
-    changes = {"missing": content["ops"][1:], "more": [*content["ops"], first | {"microbatch": 9}]}
+    changes = {
+        "missing": content["ops"][1:],
+        "more": [*content["ops"], first | {"microbatch": 9}],
+        "twice": [first, *content["ops"]],
+    }
     content["ops"] = changes.get(wrong, [first | {wrong: 99.0}, *content["ops"][1:]])
     Path("s.json").write_text(json.dumps(content))
     code, out, _ = scripted("check", "p.json", "s.json")
-    said = {"missing": "0F0 is missing", "more": "0F9: the programs do not have it"}
+    often = "the programs do not have it, or not so often"
+    said = {"missing": "0F0 is missing", "more": f"0F9: {often}", "twice": f"0F0: {often}"}
     assert (code, out.startswith(f"ops: {said.get(wrong, '0F0 from ')}")) == (1, True)
 
 

@@ -1,5 +1,6 @@
 """Compiled functions: what is kept on disk is what would be compiled now."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from optpipe.dispatch.descents import LOOPS
 from optpipe.evaluate import jit
 from optpipe.evaluate.jit import ENOUGH, LazyJit
 
@@ -111,3 +113,31 @@ def test_threads_that_call_a_loop_together_compile_no_compiled_one(monkeypatch):
     monkeypatch.setattr(jit, "compiled", lambda function: given_to_numba.append(function) or (lambda x: x + 1))
     assert Interrupted(plain)(ENOUGH + 1, 1) == 2
     assert given_to_numba == [plain]
+
+
+def test_a_user_without_a_home_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert jit.compiler_lock() is None
+    assert not jit.compiles_elsewhere()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # nor can anything be written beside the code
+    assert jit.compiled(lambda number: number + 1)(1) == 2
+    assert jit.waits_for_compiler(LOOPS)
+
+
+def test_a_look_does_not_keep_the_compiler_from_its_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lock = jit.compiler_lock()
+    assert lock
+    lock.close()
+    with (tmp_path / "optpipe" / jit.LOCK).open() as looks:
+        fcntl.flock(looks, fcntl.LOCK_SH)
+        monkeypatch.setattr(jit.time, "sleep", lambda s: fcntl.flock(looks, fcntl.LOCK_UN) if s else None)
+        lock = jit.compiler_lock()
+    assert lock
+    lock.close()
