@@ -274,6 +274,16 @@ def test_the_layout_names_the_layers_of_each_stage(chunks: int, cuts: tuple[int,
     assert not any("num-virtual-stages" in line for line in found)
 
 
+def test_layers_add_up_to_their_stage_in_all_bytes() -> None:
+    row = problems.pipeline(2, 4, 10**9, problems.stage(), layers=[EMBEDDING, *[LAYER] * 4, HEAD])
+    placed = Placement(chunks=1, layers=(4, 2)).apply(row)
+    first, last = placed.stages
+    fewer = first.model_copy(update={"saved_for_weight_bytes": first.activation_bytes + 1})
+    with pytest.raises(InputError, match=r"stages\[0\] does not consist of layers 0 and on"):
+        megatron.layer_counts(placed.replace(stages=[fewer, last]))
+    assert megatron.layer_counts(placed.replace(stages=[fewer, last], stack="torch")) == [4, 2]
+
+
 def refusal(schedule: Schedule) -> str:
     with pytest.raises(InputError) as refused:
         export_schedule(schedule, "megatron")

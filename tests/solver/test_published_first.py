@@ -17,7 +17,7 @@ from optpipe import OptPipeError, Problem, Result, Schedule, check, comparison
 from optpipe.evaluate.objective import length_ms
 from optpipe.options import Placements, SearchOptions
 from optpipe.process.protocol import Frame, OtherStages, Remedies, Request
-from optpipe_solver import first
+from optpipe_solver import first, tuning
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, offer_remedies
@@ -103,6 +103,18 @@ def test_where_stages_are_kept_the_best_published_on_others_is_named(problem, ob
         schedule = frame.schedule.schedule(problem)
         assert check(schedule.problem, schedule) == []
         assert length_ms(schedule, objective) == min(length_ms(each, objective) for each in others)
+
+
+def test_what_is_large_on_other_stages_only_is_tried_before_the_search(monkeypatch):
+    """Four stages are small here, the eight chunks of zb-v are not."""
+    monkeypatch.setattr(tuning, "SMALL_OPS", 3 * 4 * 8)
+    monkeypatch.setattr(PlacementSearch, "phases", lambda self: iter(()))
+    problem = layered(1000)
+    frames: list[Frame] = []
+    PlacementSearch(Request(problem=problem, placements="all", time_limit_s=600.0), frames.append).run()
+    best = schedules(frames, problem)[-1]
+    assert best.makespan_ms <= min(each.makespan_ms for each in published(problem, "all")) * (1 + 1e-9)
+    assert len(best.problem.stages) > 4
 
 
 SHORT = problems.pipeline(4, 8, 100, problems.stage((10, 10, 8), (5, 2)), p2p_ms=1.0)

@@ -47,10 +47,12 @@ class HeuristicRuns:
         self._published = self.published() if request.method in ("auto", *ENGINES) else iter(())
 
     def begin(self) -> None:
-        """Offer what takes a moment: the published systems for these stages, of a large problem not yet, then, if none
-        fits, one micro-batch at a time. Nothing, if the request names another method."""
-        for _ in self._published if is_small(self._request.problem) else ():
-            pass
+        """Offer what takes a moment: the published systems for these stages, of a large problem the first that fits,
+        then, if none does, one micro-batch at a time. Nothing, if the request names another method."""
+        are_all = is_small(self._request.problem)
+        for _ in self._published:
+            if not are_all and (self._incumbents.best is not None or self._is_half_over):
+                break
         if self._request.method in ("auto", *ENGINES) and self._incumbents.best is None:
             self._next("naive", STREAMS["naive"](self._request.problem, self._request.objective))
 
@@ -74,12 +76,16 @@ class HeuristicRuns:
             if incumbents.best_ms < best_ms:
                 clock.last(tuning.STILL_GAINING * clock.passed_s)
             yield
-            while self._clock.wall_left_s >= self._clock.seconds / 2 and next(self._published, True) is None:
+            while not self._is_half_over and next(self._published, True) is None:
                 clock.count(self._ops)
                 yield
             is_over = incumbents.best is not None and clock.over and (clock.counts or not are_alone())
             if schedule is None or is_over:
                 return
+
+    @property
+    def _is_half_over(self) -> bool:
+        return self._clock.wall_left_s < self._clock.seconds / 2
 
     def _next(self, name: str, stream: Iterator[Schedule]) -> Schedule | None:
         """Offer the next schedule of a heuristic, and return it; None if it has no more, or none that is valid."""

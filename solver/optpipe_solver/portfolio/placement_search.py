@@ -116,6 +116,9 @@ class PlacementSearch:
         self.begin()
         if self.named:
             return
+        for name, placement in on_other_stages(request.problem) if request.method in ("auto", *ENGINES) else ():
+            if (placed := contenders.of(placement)) and not is_small(placed.problem) and not self._is_half_over:
+                self._offer_published(placed, name)
         uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
         with ExitStack() as meanwhile:
             if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not rules_are_compiled():

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from optpipe.errors import OptPipeError
+from optpipe.evaluate.objective import length_ms, shorter
 from optpipe.model.arrays import Ints, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -147,7 +148,9 @@ class Portfolio:
             return
         clock = Clock(tuning.OTHER_STAGES_S, whole=self.clock) if is_large else UNLIMITED
         names = (name for name, _ in on_other_stages(problem))
-        if shortest := shortest_that_fits(problem, names, ("all",), objective, clock):
+        shortest = shortest_that_fits(problem, names, ("all",), objective, clock)
+        is_all = not clock.over  # else the one found says nothing of the others
+        if shortest and (is_all or shorter(length_ms(shortest, objective), self.incumbents.best_ms)):
             self.emit(OtherStages(schedule=Programs.from_schedule(shortest)))
 
 
