@@ -127,6 +127,7 @@ def test_only_what_is_better_is_offered(
         ScheduleClient(url, problem, warm_start=running) as client,
     ):
         until(lambda: client.ended)
+        assert ("came after the last step" in client.why_none) == (offered is not None)
         offer = client.poll()
     assert (offer and offer.schedule.method) == offered
     assert re.fullmatch(r"none is shorter than the one of [\d.]+ ms, and the search is over", client.why_none)

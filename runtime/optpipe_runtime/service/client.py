@@ -189,6 +189,8 @@ class ScheduleClient:
         """Why there is nothing to poll, for people."""
         if self._outages:
             return "the service cannot be used"
+        if self._newest:
+            return f"one of {self._best_ms:.4g} ms came after the last step"
         best = f"of {self._best.makespan_ms:.4g} ms" if self._best else "that it began with"
         return f"none is shorter than the one {best}, and the search {'is over' if self.ended else 'goes on'}"
 
