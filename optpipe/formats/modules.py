@@ -4,6 +4,7 @@ and checked, since both train a smaller model in silence where a layer is forgot
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise, takewhile
@@ -16,6 +17,7 @@ TORCHTITAN = ModuleNames(first=("tok_embeddings",), layer="layers", last=("norm"
 AUTOMODEL = ModuleNames(
     first=("model.embed_tokens",), layer="model.layers", last=("model.norm", "lm_head"), every=("model.rotary_emb",)
 )
+_KEY = re.compile(r"[\w\"']*\s*:(?=[\s\[]|$)")  # of YAML or JSON
 _FLOW = re.compile(r"\[([^\[\]]*)\]")  # a list of a part, in YAML or JSON
 
 
@@ -36,10 +38,14 @@ def read_parts(text: str, what: str) -> list[list[str]]:
     _, field, after = text.rpartition(FIELD)
     parts: list[list[str]] = []
     if field and after[:1].isspace():
-        words = takewhile(lambda word: ":" not in word and word[0] != "-", after.split())
-        parts = [word.split(",") for word in words]
+        try:
+            words = shlex.split(after.replace("\\\n", " "))
+        except ValueError as error:
+            raise InputError(f"{what}: {FIELD} is no list of words as a shell reads them: {error}") from None
+        parts = [word.split(",") for word in takewhile(lambda word: ":" not in word and word[:1] != "-", words)]
     elif field:
-        parts = [re.findall(r"[^\s,'\"]+", part) for part in _FLOW.findall(after)]
+        _, *lists = _KEY.split(after, maxsplit=2)  # up to the next key
+        parts = [re.findall(r"[^\s,'\"]+", part) for part in _FLOW.findall(lists[0] if lists else "")]
     if not parts:
         raise InputError(f"{what}: no {FIELD}: torchtitan's flag, or a list in brackets for each stage, was expected")
     return parts

@@ -1,5 +1,7 @@
 """`STACKS`: a stack runs what its form can say; whole backwards; and lists of modules, written and checked."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,8 +63,11 @@ def test_a_module_that_is_forgotten_misspelled_or_elsewhere_is_found(counts, nam
     assert complaints(parts, counts, known) == []
     as_flag = f"--x.module_fqns_per_model_part {' '.join(map(','.join, parts))}\nactivation-checkpoint:none"
     as_yaml = "module_fqns_per_model_part:\n" + "".join(f"- [{', '.join(part)}]\n" for part in parts)
+    quoted = as_flag.replace(names.last[0], f"'{names.last[0]}'").replace("\n", " \\\n --steps 5")
+    as_json = json.dumps({"module_fqns_per_model_part": parts, "other": [["a"]]}, separators=(",", ":"))
     if all(parts):
-        assert read_parts(as_flag, "f") == read_parts(as_yaml, "f") == parts
+        for text in (as_flag, quoted, as_yaml, f"{as_yaml}other: [a, b]\n", as_json):
+            assert read_parts(text, "f") == parts
     of = data.draw(st.sampled_from([s for s, count in enumerate(counts) if count]))
     name = next(name for name in parts[of] if name.startswith(names.layer))
     without = [[each for each in part if each != name] for part in parts]
