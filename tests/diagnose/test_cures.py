@@ -76,7 +76,7 @@ def test_an_op_far_from_its_like_is_named_with_its_cost_and_nothing_else(job: Jo
     assert far.ms == pytest.approx(3 * job.factor * far.usual_ms, rel=0.02)
     longer = max(with_it.replayed_ms - regular.replayed_ms)
     assert far.lost_ms >= longer - 0.01 * regular.replayed_ms[0]  # its replica need not be the slowest of the step
-    assert longer > 0 or far.lost_ms < far.ms
+    assert 0 <= far.lost_ms <= (far.ms - far.usual_ms) * (1 + 1e-9)
     assert "far-ops" in {part.name for part in with_it.causes}
     assert {part.name for part in with_it.causes} - {"far-ops"} == {part.name for part in regular.causes}
     assert [each[:5] for each in with_it.slow_devices] == [each[:5] for each in regular.slow_devices]
