@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TRIES = 10  # to reach a service that is full, or was there before
+TRIES = 10  # in a row, to reach a service that is full, or was there before
 LONGEST = 2**26  # bytes of a reply
 LISTED = 100  # jobs
 Url = Annotated[str | None, Parameter(help="The service's address. Default: OPTPIPE_URL. Its key is in OPTPIPE_KEY.")]
@@ -62,14 +62,16 @@ class ServiceSearch:
     async def _followed(self, http: AsyncClient) -> Result:
         from optpipe_runtime.service.requests import UnavailableError
 
-        for left in reversed(range(TRIES)):
+        tries = 0  # in a row
+        while True:
+            place = self._path, self._seen
             try:
                 return await self._follow(http)
             except UnavailableError as error:
-                if not left or not (self._path or error.retry_after_s):
+                tries = tries + 1 if (self._path, self._seen) == place else 1
+                if tries == TRIES or not (self._path or error.retry_after_s):
                     raise
                 await asyncio.sleep(max(1.0, error.retry_after_s))
-        raise AssertionError
 
     async def _follow(self, http: AsyncClient) -> Result:
         """Submit a job, unless there is one, and take its schedules as they come; return the result at its end."""

@@ -1,9 +1,12 @@
 """`optpipe solve --url` and `optpipe jobs`: the commands that ask a service."""
 
+import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from support.commands import Run
@@ -11,7 +14,10 @@ from support.problems.chain import chain, gpipe
 from support.processes import free_port, until
 from support.service import fake_service
 
-from optpipe import ScheduleFile, check
+from optpipe import Result, ScheduleFile, check
+from optpipe.options import SolveOptions
+from optpipe_cli.jobs import TRIES, ServiceSearch
+from optpipe_runtime.service.requests import UnavailableError
 from optpipe_server.http.server import Server
 
 PROBLEM = chain()
@@ -39,6 +45,30 @@ def test_a_service_solves_and_the_answer_is_that_of_a_search_here(run: Run, serv
     code, out, _ = run("solve", "p.json", "--url", service[0], "--method", "later", "--json", "--warm-start", "s.json")
     figures = json.loads(out)
     assert (code, figures["status"], figures["makespan_ms"]) == (0, "feasible", gpipe(PROBLEM).makespan_ms)
+
+
+@pytest.mark.parametrize(
+    ("comes_on", "outages", "lives"), [(True, 3 * TRIES, True), (False, TRIES - 1, True), (False, TRIES, False)]
+)
+def test_a_search_outlives_outages_as_long_as_it_comes_on(
+    monkeypatch: pytest.MonkeyPatch, comes_on: bool, outages: int, lives: bool
+) -> None:
+    search, left = ServiceSearch("http://there", PROBLEM, SolveOptions(), None), iter(range(outages))
+    search._path = "/v1/jobs/1"
+
+    async def follow(self: ServiceSearch, _: object) -> Result:
+        for _ in left:
+            self._seen += comes_on
+            raise UnavailableError("away")
+        return self.best
+
+    async def sleep(seconds: float) -> None:
+        assert seconds >= 1
+
+    monkeypatch.setattr(ServiceSearch, "_follow", follow)
+    monkeypatch.setattr("optpipe_cli.jobs.asyncio.sleep", sleep)
+    with contextlib.nullcontext() if lives else pytest.raises(UnavailableError):
+        assert asyncio.run(search._followed(cast(Any, None))) is search.best
 
 
 @pytest.mark.parametrize(
