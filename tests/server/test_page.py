@@ -299,7 +299,7 @@ def test_a_trace_is_diagnosed_in_place(visitor: Visitor) -> None:
 
 
 def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Service, visitor: Visitor) -> None:
-    job = submit(service.client, chain(memory=200, m=200), "steps", time_limit_s=300.0)
+    job = submit(service.client, chain(memory=200, m=200), "slow steps", time_limit_s=600.0)
     page = visitor.go(f"/jobs/{job['id']}", "[data-seq]")
     page.wait_for_function("() => Number(document.querySelector('.page').dataset.known) > 3")
     service.kill()
