@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import sys
@@ -21,6 +20,7 @@ from typing import Any, TextIO, TypeVar, cast
 ENOUGH = 20_000
 LOCK = "compiler"  # a file's name
 LOOK_S = 0.05  # for which a process that looks whether it is locked locks it, at most
+NO_LOCK = OSError, RuntimeError, ImportError  # the second where the user has no home
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -134,21 +134,22 @@ def compiler_lock() -> TextIO | None:
         try:
             _users().mkdir(parents=True, exist_ok=True)
             file = unless_locked.enter_context((_users() / LOCK).open("w"))
-            if not _locks(file) and not _locks(file, after_s=LOOK_S):  # who only looks has it for a moment
-                return None
-        except (OSError, RuntimeError):  # the user may have no home
+            try:
+                _lock(file)
+            except BlockingIOError:
+                time.sleep(LOOK_S)  # who only looks has it for a moment
+                _lock(file)
+        except NO_LOCK:
             return None
         unless_locked.pop_all()
     return file
 
 
-def _locks(file: TextIO, after_s: float = 0.0) -> bool:
-    time.sleep(after_s)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _lock(file: TextIO, shared: bool = False) -> None:
+    """Locks the file. Raises one of `NO_LOCK`: BlockingIOError if another process has locked it."""
+    import fcntl  # not on Windows: there each process compiles for itself
+
+    fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
 
 def compiles_elsewhere() -> bool:
@@ -157,8 +158,8 @@ def compiles_elsewhere() -> bool:
         return False
     try:
         with (_users() / LOCK).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (OSError, RuntimeError) as error:  # or no process ever did, or the user has no home
+            _lock(file, shared=True)
+    except NO_LOCK as error:  # or no process ever did
         return isinstance(error, BlockingIOError)
     return False
 

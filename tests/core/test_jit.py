@@ -130,6 +130,24 @@ def test_a_user_without_a_home_waits_for_nobody(monkeypatch: pytest.MonkeyPatch)
     jit.waits_for_compiler(LOOPS)  # raises nothing
 
 
+def test_without_locks_of_files_nothing_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on Windows, where these modules do not exist: all that the core, the solver and the commands import loads."""
+    code = """
+import pkgutil, psutil, sys  # psutil is another one there
+sys.modules |= dict.fromkeys(("fcntl", "resource", "pwd", "grp", "termios"))
+import optpipe, optpipe_cli, optpipe_solver
+for package in (optpipe, optpipe_cli, optpipe_solver):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            __import__(module.name)
+from optpipe.evaluate import jit
+print(jit.compiler_lock(), jit.compiles_elsewhere())
+"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.stderr) == ("None False\n", "")
+
+
 def test_a_look_does_not_keep_the_compiler_from_its_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lock = jit.compiler_lock()
@@ -137,7 +155,7 @@ def test_a_look_does_not_keep_the_compiler_from_its_lock(monkeypatch: pytest.Mon
     lock.close()
     with (tmp_path / "optpipe" / jit.LOCK).open() as looks:
         fcntl.flock(looks, fcntl.LOCK_SH)
-        monkeypatch.setattr(jit.time, "sleep", lambda s: fcntl.flock(looks, fcntl.LOCK_UN) if s else None)
+        monkeypatch.setattr(jit.time, "sleep", lambda s: fcntl.flock(looks, fcntl.LOCK_UN))
         lock = jit.compiler_lock()
     assert lock
     lock.close()
