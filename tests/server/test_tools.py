@@ -34,7 +34,8 @@ def workbench(client: httpx.Client, **more: Any) -> httpx.Response:
 
 
 def test_it_has_the_rows_of_a_comparison(client: httpx.Client) -> None:
-    reply = workbench(client, placements="all").json()
+    """With the same default: each schedule on the stages that it is for."""
+    reply = workbench(client).json()
     shown = [row for row in reply["rows"] if row["drawn"] is not None]
     drawn = {row["method"]: reply["figure"]["schedules"][row["drawn"]]["makespan_ms"] for row in shown}
     rows = compare(PROBLEM, [row["method"] for row in reply["rows"]]).rows

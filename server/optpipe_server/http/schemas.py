@@ -12,7 +12,7 @@ from sqlalchemy import Row
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Ms, Record
-from optpipe.options import Methods, ObjectiveOption, PlacementsOption, SolveOptions, TimeLimit
+from optpipe.options import CompareOptions, Methods, ObjectiveOption, PlacementsOption, SolveOptions, TimeLimit
 from optpipe.schedule import ScheduleFile, Status
 from optpipe_server.accepted import MOST_MICROBATCHES, MOST_PARTS, MOST_STAGES, require_parts
 from optpipe_server.database.jobs import options_of
@@ -125,7 +125,7 @@ class WorkbenchBody(ProblemBody):
     model_config = _example(problem=PROBLEM, methods=["1f1b"])
 
     methods: Methods | None = None
-    placements: PlacementsOption = "keep"
+    placements: PlacementsOption = CompareOptions().placements
     schedule: ScheduleFile | None = None
 
 
