@@ -2,8 +2,10 @@
 `pipelining` is tested by what uses them, on ranks; here only that the names are there."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from threading import Event
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import _CachingTorchDispatchMode, checkpoint, create_selective_checkpoint_contexts
 
 from optpipe_runtime.torch_private import checkpoints, fsdp, groups, pipelining, tensors
 
@@ -101,10 +103,15 @@ def breaking() -> bool:
     return False
 
 
-def keeping_products() -> bool:
+def checkpointed(x: Tensor) -> Tensor:
     contexts = partial(create_selective_checkpoint_contexts, [aten.mm.default])
+    product: Tensor = checkpoint(lambda x: x @ x + 1, x, use_reentrant=False, context_fn=contexts)
+    return product
+
+
+def keeping_products() -> bool:
     with checkpoints.selective_checkpoints() as kept:
-        product = checkpoint(lambda x: x @ x + 1, LEAF, use_reentrant=False, context_fn=contexts)
+        product = checkpointed(LEAF)
     return [tensor.shape for tensor in kept()] == [product.shape]
 
 
@@ -240,3 +247,26 @@ def test_methods_are_replaced_for_a_while() -> None:
             assert stage.run() == "inner"
         assert stage.run() == "outer"
     assert stage.run() == "torch's"
+
+
+def test_selective_checkpoints_of_others_are_not_noted_and_torch_is_as_it_was_afterwards() -> None:
+    """Another thread's context ends after the one that began later, and its checkpoints are its own."""
+    plain, others, (begun, over) = _CachingTorchDispatchMode.__enter__, parameter(3, 3), (Event(), Event())
+
+    def other() -> list[Tensor]:
+        with checkpoints.selective_checkpoints() as kept:
+            begun.set()
+            assert over.wait(120)
+            checkpointed(others)
+        return list(kept())
+
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(other)
+        assert begun.wait(120)
+        with checkpoints.selective_checkpoints() as kept, ThreadPoolExecutor(1) as unnoted:
+            unnoted.submit(checkpointed, parameter(4, 4)).result()
+            checkpointed(LEAF)
+        over.set()
+        assert [tensor.shape for tensor in there.result()] == [others.shape]
+    assert [tensor.shape for tensor in kept()] == [LEAF.shape]
+    assert _CachingTorchDispatchMode.__enter__ is plain
