@@ -168,7 +168,7 @@ def test_where_nothing_fits_each_change_that_helps_has_its_length():
     layer whole, or with micro-batches of half the size they fit."""
     found = remedies(layered(16, recompute=(1.0, 2)))
     again, smaller = "recompute full in every backward, layer by layer", "micro-batches of 1/2 the size"
-    assert set(found) == {again, "all placements", f"{smaller}, or 2 times the tensor parallelism"}
+    assert set(found) == {again, "all placements", f"{smaller}, or, by an estimate, 2 times the tensor parallelism"}
     for name, problem, placements, work in (
         (again, _recomputed(layered(16, recompute=(1.0, 2)), "full"), "keep", 4),
         ("all placements", layered(16), "all", 3),
@@ -181,7 +181,7 @@ def test_where_nothing_fits_each_change_that_helps_has_its_length():
 
 def test_what_does_not_help_is_not_among_the_remedies():
     assert list(remedies(layered(9, recompute=(1.0, 2)))) == [
-        "micro-batches of 1/4 the size, or 4 times the tensor parallelism"
+        "micro-batches of 1/4 the size, or, by an estimate, 4 times the tensor parallelism"
     ]
     assert remedies(layered(1)) == {}
     ample = problems.stage((1, 1, 1), (10, 4), offload=(1.0, 1.0, 10))

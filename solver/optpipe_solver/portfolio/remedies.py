@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,30 +25,24 @@ from optpipe_solver.portfolio.placement_search import PlacementSearch
 from optpipe_solver.portfolio.portfolio import Portfolio
 
 SMALLER = (2, 4, 8)  # by so much micro-batches may be
-
-
-class _Change(NamedTuple):
-    """A change, and the problem that it leads to."""
-
-    name: str
-    problem: Problem
-    has_times: bool = True  # whether figures say how long ops take then
-    any_stages: bool = False
+ALL = "all placements"
 
 
 def offer_remedies(request: Request, emit: Emit, clock: Clock) -> None:
     """Emit the changes with which something fits, at first alone, then with the lengths of schedules as long as there
     is time."""
-    changes = [each for each in _changes(request) if each.any_stages or not infeasibility(each.problem)]
-    remedies = {each.name: Remedy(change=each.name) for each in changes if not each.any_stages}
+    problem = request.problem
+    changed = {name: each for name, each in _changes(problem) if not infeasibility(each)}
+    remedies = {name: Remedy(change=name) for name in (*changed, *_smaller(problem))}
+    if request.placements == "keep" and len(problem.devices) > 1 and len(problem.all_routes) == 1:
+        changed[ALL] = problem  # it helps if there is a schedule
     emit(_in_order(remedies))
-    for change in changes:
+    for name, each in changed.items():
         best: Schedule | None = None
         with suppress(OptPipeError):  # such as layers of other costs than the stages have
-            best = _schedule(request, change, clock) if change.has_times and not clock.over else None
+            best = None if clock.over else _schedule(request.model_copy(update={"problem": each}), name == ALL, clock)
         if best:
-            ms = length_ms(best, request.objective)
-            remedies[change.name] = Remedy(change=change.name, method=best.method, value_ms=ms)
+            remedies[name] = Remedy(change=name, method=best.method, value_ms=length_ms(best, request.objective))
             emit(_in_order(remedies))
 
 
@@ -58,45 +52,40 @@ def _in_order(remedies: dict[str, Remedy]) -> Remedies:
     return Remedies(remedies=tuple(sorted(each, key=lambda x: NO_SCHEDULE_MS if x.value_ms is None else x.value_ms)))
 
 
-def _schedule(request: Request, change: _Change, clock: Clock) -> Schedule | None:
-    """The best schedule that a moment of search has."""
-    asked = {
-        "problem": change.problem,
-        "method": "auto",
-        "warm_start": None,
-        "placements": "all" if change.any_stages else "keep",
-        "time_limit_s": max(1e-3, clock.left_s if change.any_stages else min(tuning.REMEDY_S, clock.left_s)),
-    }
+def _schedule(request: Request, any_stages: bool, clock: Clock) -> Schedule | None:
+    """The best schedule of published systems and of a moment of list scheduling."""
+    seconds = clock.left_s if any_stages else min(tuning.REMEDY_S, clock.left_s)
+    asked = {"method": "auto", "warm_start": None, "time_limit_s": max(1e-3, seconds)}
     request = request.model_copy(update=asked)
-    if not change.any_stages:
-        portfolio = Portfolio(request, lambda _: None)
-        for _ in portfolio.heuristics.run(share=1.0) if portfolio.begin() else ():
-            pass
-        return portfolio.incumbents.best
-    search = PlacementSearch(request, lambda _: None)
-    search.begin()
-    for phase in islice(search.phases(), 2):
-        phase.run(phase.share)
-    best = min(search.contenders.all, key=lambda contender: contender.incumbents.best_ms)
-    return best.incumbents.best
+    if any_stages:
+        search = PlacementSearch(request, lambda _: None)
+        search.begin()
+        for phase in islice(search.phases(), 2):
+            phase.run(phase.share)
+        return min(search.contenders.all, key=lambda contender: contender.incumbents.best_ms).incumbents.best
+    portfolio = Portfolio(request, lambda _: None)
+    for _ in portfolio.heuristics.run(share=1.0) if portfolio.begin() else ():
+        pass
+    return portfolio.incumbents.best
 
 
-def _changes(request: Request) -> Iterator[_Change]:
-    """Yield the changes that may help."""
-    problem = request.problem
+def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """Yield the changes that may help, each with the problem that it leads to."""
     for name in dict.fromkeys(level.name for layer in problem.layers or () for level in layer.all_levels):
         with suppress(InputError):
-            yield _Change(f"recompute {name} in every backward, layer by layer", _recomputed(problem, name))
-    if request.placements == "keep" and len(problem.devices) > 1 and len(problem.all_routes) == 1:
-        yield _Change("all placements", problem, any_stages=True)
+            yield f"recompute {name} in every backward, layer by layer", _recomputed(problem, name)
     if any(device.host_memory_bytes is not None for device in problem.devices):
         free = [device.model_copy(update={"host_memory_bytes": None}) for device in problem.devices]
-        yield _Change("more host memory to offload to", problem.replace(devices=free))
+        yield "more host memory to offload to", problem.replace(devices=free)
+
+
+def _smaller(problem: Problem) -> Iterator[str]:
+    """Yield how much smaller micro-batches must be, for which the problem has no times. Tensor parallelism divides
+    weights, too, but not every activation."""
     for n in SMALLER:
-        smaller = problem.replace(stages=[_divided(stage, n) for stage in problem.stages], layers=None)
-        if not infeasibility(smaller):
-            name = f"micro-batches of 1/{n} the size, or {n} times the tensor parallelism"
-            yield _Change(name, smaller, has_times=False)
+        stages = [_divided(stage, n) for stage in problem.stages]
+        if not infeasibility(problem.replace(stages=stages, layers=None)):
+            yield f"micro-batches of 1/{n} the size, or, by an estimate, {n} times the tensor parallelism"
             return
 
 
@@ -123,13 +112,10 @@ def _recomputed(problem: Problem, level: str) -> Problem:
     return placement.apply(problem.replace(layers=layers, devices=devices))
 
 
-def _divided(costs: StageCosts, n: int) -> StageCosts:
-    """The costs with 1/n of the activations, rounded up."""
-
-    def sizes(record: StageCosts | Level) -> dict[str, Any]:
-        names = (name for name in type(record).model_fields if name.endswith("_bytes"))
-        values = {name: value for name in names if (value := getattr(record, name)) is not None}
-        return {name: each_microbatch(lambda size: -(-size // n), value) for name, value in values.items()}
-
-    levels = costs.levels and tuple(level.model_copy(update=sizes(level)) for level in costs.levels)
-    return costs.model_copy(update={**sizes(costs), "levels": levels})
+def _divided(record: StageCosts | Level, n: int) -> Any:
+    """The record with 1/n of all bytes, rounded up."""
+    sizes = ((name, size) for name, size in record if name.endswith("_bytes") and size is not None)
+    fields: dict[str, Any] = {name: each_microbatch(lambda size: -(-size // n), size) for name, size in sizes}
+    if isinstance(record, StageCosts) and record.levels:
+        fields["levels"] = tuple(_divided(level, n) for level in record.levels)
+    return record.model_copy(update=fields)
