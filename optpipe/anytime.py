@@ -52,6 +52,7 @@ class Keeper:
             "unknown", objective=options.objective, reason=NOTHING_YET, placements=options.placements_of(problem)
         )
         self._began, self._is_silent, self._report = time.monotonic(), True, Note(text="")
+        self._other_stages: Schedule | None = None  # for the final result
         self.ready_at: float | None = None  # the moment from which the time limit counts
 
     def take(self, frame: Frame) -> bool:
@@ -97,7 +98,6 @@ class Keeper:
                 reports=best.reports,
                 history=(*best.history, step),
                 rejected=best.rejected,
-                other_stages=best.other_stages,
             )
             return
         self.result = replace(self.result, rejected=best.rejected + 1)
@@ -111,7 +111,7 @@ class Keeper:
     def _take_other_stages(self, frame: OtherStages) -> None:
         """Keep the published schedule on other stages, if it is valid there."""
         try:
-            self.result = replace(self.result, other_stages=valid(frame.schedule, self._problem))
+            self._other_stages = valid(frame.schedule, self._problem)
         except InputError as error:
             self._note(Note(text=f"a schedule of {frame.schedule.method} was rejected: {error}"))
 
@@ -134,7 +134,7 @@ class Keeper:
             best = replace(best, notes=(*best.notes, SILENT.format(passed_s)))
         if best.status == "unknown" and best.notes:
             best = replace(best, reason=best.notes[-1])
-        self.result = replace(best, time_s=passed_s)
+        self.result = replace(best, time_s=passed_s, other_stages=self._other_stages)
         return self.result
 
 

@@ -59,7 +59,8 @@ class Result:
     placements
         The stages that the search could choose, and for which its bound holds: `keep`, the problem's own, or `all`.
     other_stages
-        Where the stages were kept: the shortest published schedule that fits on other ones.
+        Where the stages were kept: the shortest published schedule that fits on other ones; of a search, its last
+        result has it.
     remedies
         Where nothing fits: changes with which something does.
     """
@@ -129,11 +130,11 @@ class Result:
         ms, best_ms = (length_ms(each, self.objective) for each in (self.other_stages, self.schedule))
         if self.other_stages is None or self.placements == "all":
             return None
-        method = self.other_stages.method
+        method, where = self.other_stages.method, "on other stages, which placements = all searches,"
         if not shorter(ms, best_ms):
-            return f"on other stages no published schedule that fits is shorter ({method}: {ms:.6g} ms)"
+            return f"{where} no published schedule that fits is shorter ({method}: {ms:.6g} ms)"
         less = f", {1 - ms / best_ms:.1%} less" if self.schedule else ""
-        return f"on other stages {method} takes {ms:.6g} ms{less}, with {self.other_stages.placement}"
+        return f"{where} {method} takes {ms:.6g} ms{less}, with {self.other_stages.placement}"
 
     @property
     def explanation(self) -> str | None:

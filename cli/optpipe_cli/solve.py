@@ -61,9 +61,6 @@ def solve(
         *_, result = running
     try:
         _print_result(result, json, posed if is_search(options.method) else None)
-        has_other_stages = is_search(options.method) and len(posed.devices) > 1 and len(posed.all_routes) == 1
-        if not json and result.placements == "keep" and result.schedule and has_other_stages:
-            echo(f"note: other stages were not searched: optpipe solve {problem} --placements all", err=True)
     finally:  # also if stdout is closed
         bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
         if result.schedule and output:
