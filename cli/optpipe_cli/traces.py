@@ -164,7 +164,7 @@ def report(diagnosis: Diagnosis) -> None:
             echo(f"  {line}")
     else:
         echo("no cure gains 1% within what is known")
-    for what, sentences in (("would help", cures.asked), ("taken to be so", runs.assumed), ("not used", runs.unused)):
+    for what, sentences in (("would help", cures.asked), ("taken to be so", diagnosis.assumed), ("not used", runs.unused)):
         for sentence in sentences[:MOST_SAID]:
             echo(f"{what}: {sentence}")
         if len(sentences) > MOST_SAID:

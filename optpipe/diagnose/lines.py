@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from optpipe.diagnose.batches import Change
@@ -12,7 +13,6 @@ from optpipe.formats import export, megatron
 from optpipe.formats.modules import TORCHTITAN, parts_of
 from optpipe.formats.stacks import STACKS, StackName
 from optpipe.formats.torch_csv import schedule_placing
-from optpipe.model.placement import Placement
 from optpipe.schedule import Schedule
 
 STACK_OF_FORM: dict[str, StackName] = {
@@ -48,15 +48,15 @@ def lines_of(
         titles.append("give each replica a schedule for its micro-batches in every step")
         lines.append("in the training: optpipe.steps.StepScheduler")
     if change.placement and change.placement.layers and change.schedule is None:
-        titles.append(f"divide the layers anew: {' '.join(map(str, _inner(change.placement)))}")
-        lines += _layers(change.placement, stack)
+        titles.append(f"divide the layers anew: {' '.join(map(str, _inner(change.placement.layers)))}")
+        lines += _layers(change.placement.layers, stack)
     if change.schedule:
         placement = change.schedule.placement
-        if placement:
-            placement = placement.model_copy(update={"layers": _inner(placement) if layered else None})
+        counts = placement.layers if placement and layered else None
+        placed = placement and placement.model_copy(update={"layers": counts and _inner(counts)})
         name = STACKS[stack].own.get(change.schedule.method, "a schedule of OptPipe")
-        titles.append(f"run {name}{f' with {placement}' if placement else ''}")
-        lines += _schedule_lines(change.schedule, stack, layered, file)
+        titles.append(f"run {name}{f' with {placed}' if placed else ''}")
+        lines += [*_schedule_lines(change.schedule, stack, layered, file), *(_layers(counts, stack) if counts else ())]
     return "; ".join(titles), tuple(lines)
 
 
@@ -73,36 +73,33 @@ def file_of(schedule: Schedule, stack: StackName, name: str) -> tuple[str, str] 
 
 def _schedule_lines(schedule: Schedule, stack: StackName, layered: bool, file: str) -> list[str]:
     published, placement = STACKS[stack].own.get(schedule.method), schedule.placement
-    layers = _layers(placement, stack) if placement and layered else []
     if stack == "torch":
         chunks = len(schedule.problem.stages) // len(schedule.problem.devices)
         name = published or schedule_placing(chunks, placement.shape if placement else "looped")
         more = [] if published else [f"--parallelism.pipeline_parallel_schedule_csv {file}"]
-        return [f"--parallelism.pipeline_parallel_schedule {name}", *more, *layers]
+        return [f"--parallelism.pipeline_parallel_schedule {name}", *more]
     if stack in ("megatron", "primus") and published:
         plain = schedule if layered else replace(schedule, problem=schedule.problem.replace(layers=None))
-        return [line for line in megatron.write(plain).splitlines() if "-layout" not in line] + layers
+        return [line for line in megatron.write(plain).splitlines() if "-layout" not in line]
     if stack == "primus":
-        return [f"run the table {file} (docs/primus.md)", *layers]
+        return [f"run the table {file} (docs/primus.md)"]
     if stack == "megatron":
-        return [f"optpipe_runtime.megatron.forward_backward_func runs {file} (docs/megatron.md)", *layers]
+        return [f"optpipe_runtime.megatron.forward_backward_func runs {file} (docs/megatron.md)"]
     return [f"optpipe_runtime.Pipeline runs {file} (docs/training.md)"]
 
 
-def _inner(placement: Placement) -> tuple[int, ...]:
-    """How many layers each stage has, without the embedding and the head."""
-    counts = list(placement.layers or ())
-    counts[0] -= 1
-    counts[-1] -= 1
-    return tuple(counts)
+def _inner(counts: Sequence[int]) -> tuple[int, ...]:
+    """How many layers each stage has, without the embedding, which is the first, and the head, the last."""
+    inner = list(counts)
+    inner[0] -= 1
+    inner[-1] -= 1
+    return tuple(inner)
 
 
-def _layers(placement: Placement, stack: StackName) -> list[str]:
-    """The layers of each stage, of which the first is the embedding and the last the head."""
-    counts = placement.layers or ()
+def _layers(counts: Sequence[int], stack: StackName) -> list[str]:
     if stack in ("megatron", "primus"):
         return [f"--pipeline-model-parallel-layout {megatron.layout_of_counts(counts)}"]
     if stack == "torch":
-        parts = " ".join(",".join(names) for names in parts_of(TORCHTITAN, _inner(placement)))
+        parts = " ".join(",".join(names) for names in parts_of(TORCHTITAN, _inner(counts)))
         return [f"--parallelism.module_fqns_per_model_part {parts}"]
-    return [f"stages of {' '.join(map(str, _inner(placement)))} layers, the embedding before them, the head after them"]
+    return [f"stages of {' '.join(map(str, _inner(counts)))} layers, the embedding before them, the head after them"]

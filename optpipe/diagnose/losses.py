@@ -1,9 +1,8 @@
 """Where the time of a step goes: replays in which one thing after the other is ideal. Each loss is the difference of
 two replays, so together with the work they are exactly the step.
 
-An op far from its like, which are those of its kind and stage, took a multiple of their median for its micro-batch's
-work, though neither the device's other ops in that run did, nor that op in other steps. Nothing else is judged by it,
-and no cure predicted with it.
+A far op took a multiple of what is usual for its kind, stage and micro-batch's work, though neither the device's other
+ops in that run did, nor that op in other steps. Nothing else is judged by it, and no cure predicted with it.
 
 Which devices are slower than others with the same work, and since when: the work of a micro-batch is what its faster
 stages show. A stage's usual time for it is that of the faster ones of all micro-batches with about as much work, in all
@@ -31,7 +30,7 @@ UNEVEN = 0.05  # how much more than the mean a stage must take to be named
 LEAST = 0.05  # of its time a slow device must take more
 CLEAR = 4.0  # times the usual spread, too
 FEWEST = 3  # steps, or half of them
-FAR = 2.0  # times as long as its like an op must take to be named
+FAR = 2.0  # times as long as usual an op must take to be named
 MOST_FAR = 3  # such ops are named
 FAST = 0.25  # the quantile of a stage's times that counts as its usual time
 ALIKE, MOST_GROUPS = 50, 20  # micro-batches with about as much work that are compared, and into how many groups at most
@@ -40,7 +39,7 @@ DEVIATION = 1.4826  # of a normal distribution, for a median of absolute deviati
 
 
 class FarOp(NamedTuple):
-    """An op that took far longer than its like."""
+    """An op that took far longer than usual."""
 
     op: Op
     replica: int
@@ -77,7 +76,7 @@ class Loss(NamedTuple):
 # In this order things become ideal; what they are is the end of a sentence.
 NAMES = {
     "unexplained": "what a replay does not explain",
-    "far-ops": "ops far longer than their like",
+    "far-ops": "single ops far longer than usual",
     "slow-device": "a device slower than others with the same work",
     "replicas": "replicas with more work than others",
     "micro-batches": "micro-batches of a replica that differ",
@@ -98,19 +97,19 @@ class Losses:
     measured_ms: Floats  # (N,) how long they took; as replayed, where clocks do not show it
     replayed_ms: Floats  # (N,)
     parts: tuple[Loss, ...]
-    far_ops: tuple[FarOp, ...]  # those that cost most
+    far_ops: tuple[FarOp, ...]  # those that were longest beyond usual, what cost most first
     slow_devices: tuple[SlowDevice, ...]  # the slowest first
     uneven_stages: tuple[tuple[int, float], ...]  # longer than the mean, by how many times, the longest first
-    usual: Runs  # with the usual times of ops far from their like
+    usual: Runs  # with the usual times of far ops
     healthy_ms: Floats  # (T,) these times without slow devices
 
     @property
     def causes(self) -> list[Loss]:
-        """The avoidable parts that are a cause, the largest first. Ops far from their like are one if they took so much
-        too long, whatever that cost."""
+        """The avoidable parts that are a cause, the largest first; far ops are one if one of them cost so much of its
+        step."""
         least_ms = CAUSE * float(np.mean(self.measured_ms))
-        over = {"far-ops": max((each.ms - each.usual_ms for each in self.far_ops), default=0.0)}
-        large = [p for p in self.parts if p.avoidable and max(p.mean_ms, over.get(p.name, 0.0)) > least_ms]
+        lost_ms = {"far-ops": max((each.lost_ms for each in self.far_ops), default=0.0)}
+        large = [p for p in self.parts if p.avoidable and max(p.mean_ms, lost_ms.get(p.name, 0.0)) > least_ms]
         return sorted(large, key=lambda part: -part.mean_ms)
 
     @property
@@ -149,16 +148,16 @@ def explain(runs: Runs) -> Losses:
     times /= max(times.mean(), NOTHING)
     longest = [(s, float(times[s])) for s in np.argsort(-times, kind="stable").tolist()]
     uneven = tuple((s, factor) for s, factor in longest if factor > 1 + UNEVEN)
-    far, all_parts = _costliest(runs, usual.ms, lasts), (*parts, Loss("work", work, False))
+    far, all_parts = _far_ops(runs, usual.ms, lasts), (*parts, Loss("work", work, False))
     return Losses(runs.steps, measured, replayed, all_parts, far, tuple(slow), uneven, usual, healthy)
 
 
 def usual_times(runs: Runs) -> Floats:
-    """(T,) the times of the ops; of those far from their like, what their like take for as much work."""
+    """(T,) the times of the ops; of far ops, what is usual for as much work."""
     log = np.log(np.maximum(runs.ms, np.finfo(float).tiny))
     like, microbatch = _key(runs.kind, runs.stage), _key(runs.run, runs.microbatch)
     over = log - _median_of(log, like)
-    work = _median_of(over, microbatch, lower=True)  # of two ops the shorter shows it
+    work = _median_of(over, microbatch)
     excess = over - work
     excess -= np.maximum(0.0, _median_of(excess, _key(runs.run, runs.device)))  # of a device that is slower in all
     if len(runs.steps) >= FEWEST:  # what happens in most steps, as to a first micro-batch
@@ -169,17 +168,16 @@ def usual_times(runs: Runs) -> Floats:
     return np.where(far, runs.ms * np.exp(-excess), runs.ms)
 
 
-def _costliest(runs: Runs, usual_ms: Floats, lasts_ms: Floats) -> tuple[FarOp, ...]:
-    """Of the ops far from their like those that took most beyond it, each with what it cost its replica's step."""
+def _far_ops(runs: Runs, usual_ms: Floats, lasts_ms: Floats) -> tuple[FarOp, ...]:
+    """The far ops that took most beyond their usual time, each with what it cost its replica's step."""
     far = []
     for n in np.argsort(usual_ms - runs.ms, kind="stable")[:MOST_FAR].tolist():
         if usual_ms[n] < runs.ms[n]:
             run, ms = int(runs.run[n]), runs.ms.copy()
             ms[n] = usual_ms[n]
             op = Op(Kind(int(runs.kind[n])), int(runs.stage[n]), int(runs.microbatch[n]))
-            lost_ms = float(lasts_ms[run] - runs.replay(ms)[0][run])
-            at = int(runs.replica[run]), int(runs.step[run])
-            far.append(FarOp(op, *at, float(runs.ms[n]), float(usual_ms[n]), lost_ms))
+            at = int(runs.replica[run]), int(runs.step[run]), float(runs.ms[n]), float(ms[n])
+            far.append(FarOp(op, *at, float(lasts_ms[run] - runs.replay(ms)[0][run])))
     return tuple(sorted(far, key=lambda each: -each.lost_ms))
 
 
@@ -279,13 +277,12 @@ def _by_microbatch(runs: Runs, ms: Floats) -> tuple[Floats, Ints]:
     return totals, run
 
 
-def _median_of(values: Floats, group: Ints, lower: bool = False) -> Floats:
-    """(T,) the median of the values in the group of each; with `lower`, of an even number the lower one."""
+def _median_of(values: Floats, group: Ints) -> Floats:
+    """(T,) the median of the values in the group of each; of two in the middle the lower one, as the shorter op shows
+    what is usual."""
     _, group, count = np.unique(group, return_inverse=True, return_counts=True)
     ordered = values[np.lexsort((values, group))]
-    first = np.cumsum(count) - count
-    low, high = ordered[first + (count - 1) // 2], ordered[first + count // 2]
-    medians: Floats = (low if lower else (low + high) / 2)[group]
+    medians: Floats = ordered[np.cumsum(count) - count + (count - 1) // 2][group]
     return medians
 
 

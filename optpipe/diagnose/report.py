@@ -48,15 +48,24 @@ class Diagnosis:
             for part in self.losses.causes
         ]
 
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What is taken to be so, as files lack it or cures are predicted without it, one sentence each."""
+        if not self.losses.far_ops:
+            return self.runs.assumed
+        more = int((self.losses.usual.ms < self.runs.ms).sum()) - 1
+        far = f"no op of a cure takes far longer than usual: {self._far_op}{f', and {more} more' * (more > 0)}"
+        return (*self.runs.assumed, far)
+
+    @property
+    def _far_op(self) -> str:
+        far = self.losses.far_ops[0]
+        replica = f" of replica {far.replica}" if len(self.runs.replicas) > 1 else ""
+        return f"{far.op} of step {far.step}{replica} took {far.ms:.4g} ms instead of the usual {far.usual_ms:.4g}"
+
     def _far(self) -> str:
-        far, replica = self.losses.far_ops[0], ""
-        if len(self.runs.replicas) > 1:
-            replica = f", replica {far.replica},"
-        others = int((self.losses.usual.ms < self.runs.ms).sum()) - 1
-        return (
-            f"{far.op} of step {far.step}{replica} took {far.ms:.4g} ms, its like {far.usual_ms:.4g} "
-            f"({far.lost_ms:.4g} ms lost){f', and {others} more' * (others > 0)}; cures are predicted without such ops"
-        )
+        lost = f"which made this step {self.losses.far_ops[0].lost_ms:.4g} ms longer"
+        return f"{self._far_op}, {lost}; all ops far longer than usual"
 
     def _slow(self) -> str:
         end = int(self.runs.steps[-1])
@@ -118,7 +127,7 @@ class Diagnosis:
             "cures_on_steps": list(self.cures.steps),
             "held_activations": list(self.cures.held),
             "asked": list(self.cures.asked),
-            "assumed": list(runs.assumed),
+            "assumed": list(self.assumed),
             "unused": list(runs.unused),
         }
 

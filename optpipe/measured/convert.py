@@ -49,8 +49,8 @@ def problem_from(
         Of `megatron-timers`: micro-batches a step (required), devices of the pipeline (default: all ranks), stages a
         device.
     shape
-        How chunks lie, looped or v, where the form lacks it (`primus`, `megatron-timers`). Default: as the times of
-        `primus` show; looped for `megatron-timers`.
+        How chunks lie, looped or v, where the form lacks it (`primus`, `straggler`, `megatron-timers`). Default: as the
+        times of `primus` show, else looped.
     step
         The number of one step, of which the problem has each micro-batch's own times. Default: the last whole one for
         `straggler`; for other forms the medians of all steps.

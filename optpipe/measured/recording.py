@@ -74,7 +74,8 @@ class RunFacts(NamedTuple):
     chunks
         Stages a device in megatron-timers.
     shape
-        How the stages of a device are placed: looped or v. Default: as the times of primus show.
+        How chunks lie in primus, straggler and megatron-timers: looped or v. Default: as the times of primus show, else
+        looped.
     """
 
     microbatches: int | None = None

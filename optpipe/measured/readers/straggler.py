@@ -46,7 +46,7 @@ class StragglerTimeline:
     `InputError` names the event, its field, and what would be right."""
 
     name = "straggler"
-    takes = ()
+    takes = ("shape",)
 
     def recognize(self, sample: Sample) -> bool:
         return any(str(event.get("name")) in KINDS for event in sample.events)
@@ -72,8 +72,8 @@ class StragglerTimeline:
         ops = [op for _, of_file in kept for op in of_file]
         devices, chunks = 1 + max(op.rank for op in ops), 1 + max(op.chunk for op in ops)
         require_sizes(devices * chunks, devices, 1 + max(op.microbatch for op in ops))
-        # Chunks lie looped, as Megatron's do.
-        placed = joined((path, [op.on_stage(devices, "looped") for op in of_file]) for path, of_file in kept)
+        shape = facts.shape or "looped"  # as Megatron's
+        placed = joined((path, [op.on_stage(devices, shape) for op in of_file]) for path, of_file in kept)
         return Recording(placed, tuple(unused), steps_differ=True)
 
 
