@@ -164,7 +164,8 @@ def report(diagnosis: Diagnosis) -> None:
             echo(f"  {line}")
     else:
         echo("no cure gains 1% within what is known")
-    for what, sentences in (("would help", cures.asked), ("taken to be so", diagnosis.assumed), ("not used", runs.unused)):
+    sentences_of = {"would help": cures.asked, "taken to be so": diagnosis.assumed, "not used": runs.unused}
+    for what, sentences in sentences_of.items():
         for sentence in sentences[:MOST_SAID]:
             echo(f"{what}: {sentence}")
         if len(sentences) > MOST_SAID:

@@ -9,6 +9,7 @@ import pytest
 from support.traces.timelines import named, ops, posed, ran, saved, timeline
 
 from optpipe import InputError, Schedule, certify, problem_from, solve
+from optpipe.diagnose import diagnose
 from optpipe.measured import estimate
 from optpipe.measured.convert import recording_from
 from optpipe.measured.readers import READERS, RunFacts
@@ -137,7 +138,7 @@ def test_a_fact_that_a_form_does_not_take_is_refused(form: str, name: str, value
     texts = {"csv": DURATIONS + "0,F,0,1\n0,BW,0,2\n", "straggler": json.dumps(timeline())}
     (tmp_path / "t").write_text(texts.get(form, ""))
     if name in READERS[form].takes:
-        assert form in ("megatron-timers", "primus"), "whose own tests show what it changes"
+        assert form in ("megatron-timers", "primus", "straggler"), "whose own tests show what it changes"
         return
     with pytest.raises(
         InputError, match=rf"^{name} = {value}: files of the form {form} have it; it is for .*megatron-t"
@@ -212,16 +213,28 @@ def test_a_step_of_a_replica_gives_its_problem_and_order_back_by_default_the_las
     assert made.unused == ("what is no op: 1 optimizer", *counts)
 
 
-def test_chunks_lie_looped_and_of_tensor_parallel_ranks_the_first_counts(tmp_path: Path):
-    programs = ["0F0 2F0 0F1 2F1 2BW0 0BW0 2BW1 0BW1 0F2 2F2 2BW2 0BW2", "1F0 3F0 1F1 3F1 3BW0 1BW0 3BW1 1BW1 1F2 3F2"]
-    schedule = Schedule.parse(posed(0, 0, 2), [programs[0].split(), [*programs[1].split(), "3BW2", "1BW2"]])
+@pytest.mark.parametrize(("shape", "where"), [("looped", (0, 1, 0, 1)), ("v", (0, 1, 1, 0))])
+def test_chunks_lie_as_the_shape_says_and_of_tensor_parallel_ranks_the_first_counts(
+    shape: str, where: tuple[int, ...], tmp_path: Path
+):
+    """By the other shape stages do not wait for each other, so nothing is replayed, and nothing diagnosed."""
+    posed_here = posed(0, 0, 2)
+    stages = [stage.model_copy(update={"device": d}) for stage, d in zip(posed_here.stages, where, strict=True)]
+    order = [f"{s}{op}" for op, ss in (("F", range(4)), ("BW", range(3, -1, -1))) for s in ss]
+    programs = [[f"{each}{j}" for j in range(3) for each in order if where[int(each[0])] == d] for d in range(2)]
+    schedule = Schedule.parse(posed_here.replace(stages=stages), programs)
     names = [named("thread_name", 0, 10 * d, f"PP rank {d}, TP rank 0, compute") for d in range(2)]
     second = [{**event, "tid": 99, "dur": 1e9} for event in ops(schedule, 0, 0, 0) if event["tid"] == 10]
     content = [*names, named("thread_name", 0, 99, "PP rank 1, TP rank 3"), *ops(schedule, 0, 0, 0), *second]
-    made = problem_from("straggler", saved(content, tmp_path))
-    assert [stage.device for stage in made.problem.stages] == [0, 1, 0, 1]
+    path = saved(content, tmp_path)
+    made = problem_from("straggler", path, shape=None if shape == "looped" else shape)
+    assert [stage.device for stage in made.problem.stages] == list(where)
     assert made.replayed_ms == schedule.makespan_ms
     assert made.unused == ("12 ops of other tensor parallel ranks than 0: all compute the same ops",)
+    other = "v" if shape == "looped" else "looped"
+    assert problem_from("straggler", path, shape=other).schedule is None
+    with pytest.raises(InputError, match=r"^stages 2 and 3 do not wait for each other: one begins .* ms too early$"):
+        diagnose(path, run=RunFacts(shape=other))
 
 
 def test_one_step_of_another_form_has_its_own_times_too(tmp_path: Path):

@@ -53,9 +53,10 @@ def ops(schedule: Schedule, pid: int, step: int, begin_us: float) -> Iterator[di
     for (kind, stage, j, *_), start, end in zip(
         table.table.tolist(), table.start.tolist(), table.end.tolist(), strict=True
     ):
+        device = schedule.problem.stages[stage].device
         times = {"ts": begin_us + 1e3 * start, "dur": 1e3 * (end - start)}
         args = {"step": step, "model_chunk": stage // 2, "mb_id": j, "seq_id": j}
-        yield {"name": NAMES[Kind(kind)], "ph": "X", "pid": pid, "tid": 10 * (stage % 2), **times, "args": args}
+        yield {"name": NAMES[Kind(kind)], "ph": "X", "pid": pid, "tid": 10 * device, **times, "args": args}
 
 
 def saved(content: Any, folder: Path) -> Path:
