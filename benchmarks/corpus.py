@@ -10,6 +10,7 @@ from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line
 from optpipe.diagnose import Diagnosis, diagnose
 from optpipe.errors import InputError
+from optpipe.measured.convert import recording_from
 from optpipe.options import SearchOptions
 
 COLUMNS = ("trace", "steps", "replicas", "a step: ms", "replayed within", "cause, of a step", "best cure", "at most")
@@ -30,7 +31,7 @@ def corpus(folder: Path | None = None, /, *, results: ResultsPath = None) -> Non
     for path in traces:
         name = path.name.partition(".")[0].removeprefix("timeline-")
         if not kept.find(name):
-            kept.add({"trace": name} | _row(diagnose(path, time_limit_s=0.0)))
+            kept.add({"trace": name} | _row(diagnose(*recording_from([path]), time_limit_s=0.0)))
     print(head(COLUMNS, "lrrrrllr"))
     for row in kept.rows:
         print(line(_cells(row)))

@@ -14,7 +14,7 @@ from optpipe.diagnose import diagnose as find
 from optpipe.diagnose.losses import NAMES
 from optpipe.diagnose.page import picture
 from optpipe.files import write_file
-from optpipe.measured.convert import problem_from
+from optpipe.measured.convert import problem_from, recording_from
 from optpipe.measured.estimate import Measurements
 from optpipe.measured.readers import RunFacts
 from optpipe.model.ops import Kind
@@ -109,14 +109,12 @@ def diagnose(
     """`optpipe diagnose`."""
     with new_console(stderr=True).status("reading") as status:
         diagnosis = find(
-            *files,
-            form=form,
+            *recording_from(files, form, run),
             stack=stack,
             layers=layers,
             memory=memory,
             weight_share=weight_share,
             time_limit_s=time_limit_s,
-            run=run,
             report=lambda what: status.update(f"trying: {what}"),
         )
     if html:

@@ -3,7 +3,7 @@
 from optpipe.diagnose.batches import Change, StepBatch, UserFacts, batch_of
 from optpipe.diagnose.cures import Cure, Cures, find_cures
 from optpipe.diagnose.losses import Loss, Losses, SlowDevice, explain
-from optpipe.diagnose.report import Diagnosis, diagnose, diagnose_recording
+from optpipe.diagnose.report import Diagnosis, diagnose
 from optpipe.diagnose.runs import Runs, collect_runs
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "batch_of",
     "collect_runs",
     "diagnose",
-    "diagnose_recording",
     "explain",
     "find_cures",
 ]

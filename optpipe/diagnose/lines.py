@@ -22,7 +22,7 @@ STACK_OF_FORM: dict[str, StackName] = {
     "megatron-timers": "megatron",
     "csv": "optpipe",
 }
-MOST_NAMED = 3  # devices in one sentence
+MOST_NAMED = 3  # stages or devices in one sentence
 
 
 def lines_of(
@@ -35,8 +35,7 @@ def lines_of(
     titles, lines = list[str](), list[str]()
     if change.healthy:
         where = [f"device {each.device} of replica {each.replica}" for each in losses.slow_devices]
-        more = f" and {len(where) - MOST_NAMED} more" if len(where) > MOST_NAMED else ""
-        titles.append(f"replace {', '.join(where[:MOST_NAMED])}{more}")
+        titles.append(f"replace {some(where, 'devices')}")
         lines.append("in the launcher: leave the host of this device out, such as srun --exclude=HOST")
     if change.entry == "spread":
         titles.append("spread the micro-batches of a step over the replicas by their work")
@@ -58,6 +57,12 @@ def lines_of(
         titles.append(f"run {name}{f' with {placed}' if placed else ''}")
         lines += [*_schedule_lines(change.schedule, stack, layered, file), *(_layers(counts, stack) if counts else ())]
     return "; ".join(titles), tuple(lines)
+
+
+def some(sentences: Sequence[str], what: str) -> str:
+    """The first of them, and how many more of what there are."""
+    more = f", and {len(sentences) - MOST_NAMED} more {what}" if len(sentences) > MOST_NAMED else ""
+    return ", ".join(sentences[:MOST_NAMED]) + more
 
 
 def file_of(schedule: Schedule, stack: StackName, name: str) -> tuple[str, str] | None:

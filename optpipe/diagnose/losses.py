@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +66,11 @@ class Loss(NamedTuple):
 
     name: str  # one of `NAMES`
     ms: Floats  # (N,) of each step; below 0 where the step would have been longer
-    avoidable: bool = True  # whether something of it could be spared: not of the work, nor what no schedule can avoid
+
+    @property
+    def avoidable(self) -> bool:
+        """Whether something of it could be spared: not of the work, nor what no schedule can avoid."""
+        return self.name not in ("unexplained", "bubble", "work")
 
     @property
     def mean_ms(self) -> float:
@@ -139,17 +144,14 @@ def explain(runs: Runs) -> Losses:
     np.add.at(busy_ms, (runs.run, runs.device), ideal)
     work = runs.longest(busy_ms.mean(axis=1))
     floors_ms = np.array([_floor_of_run(runs, run, ideal) for run in range(len(runs.step))])
-    lengths += [np.minimum(runs.longest(floors_ms), lengths[-1]), work]
-    parts = [
-        Loss(name, before - after, name not in ("unexplained", "bubble"))
-        for name, before, after in zip(NAMES, lengths, lengths[1:], strict=False)
-    ]
+    lengths += [np.minimum(runs.longest(floors_ms), lengths[-1]), work, np.zeros(len(work))]
+    parts = tuple(Loss(name, before - after) for name, (before, after) in zip(NAMES, pairwise(lengths), strict=True))
     times = np.median(_by_microbatch(runs, even["micro-batches"])[0], axis=0)
     times /= max(times.mean(), NOTHING)
     longest = [(s, float(times[s])) for s in np.argsort(-times, kind="stable").tolist()]
     uneven = tuple((s, factor) for s, factor in longest if factor > 1 + UNEVEN)
-    far, all_parts = _far_ops(runs, usual.ms, lasts), (*parts, Loss("work", work, False))
-    return Losses(runs.steps, measured, replayed, all_parts, far, tuple(slow), uneven, usual, healthy)
+    far = _far_ops(runs, usual.ms, lasts)
+    return Losses(runs.steps, measured, replayed, parts, far, tuple(slow), uneven, usual, healthy)
 
 
 def usual_times(runs: Runs) -> Floats:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from optpipe.diagnose.batches import UserFacts
 from optpipe.diagnose.cures import Cures, Progress, find_cures
-from optpipe.diagnose.lines import STACK_OF_FORM
+from optpipe.diagnose.lines import STACK_OF_FORM, some
 from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
 from optpipe.diagnose.runs import Runs, collect_runs
 from optpipe.errors import InputError, did_you_mean
 from optpipe.formats.stacks import STACKS, StackName
-from optpipe.measured.convert import recording_from
-from optpipe.measured.readers import RunFacts
 from optpipe.measured.recording import Recording
 from optpipe.model.ops import Kind
 from optpipe.options import SolveArguments
 
 MOST_HELD = 1_000_000  # activations on a device
-MOST_NAMED = 3  # stages or devices in one sentence
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +71,12 @@ class Diagnosis:
             f"{f' until step {each.last_step}' * (each.last_step != end)}"
             for each in self.losses.slow_devices
         ]
-        return _some(sentences, "devices")
+        return some(sentences, "devices")
 
     def _uneven(self) -> str:
         uneven = [f"stage {s} takes {factor:.2f} times as long as the mean" for s, factor in self.losses.uneven_stages]
         alone = "; with one replica, a slow device looks the same" if len(self.runs.replicas) == 1 else ""
-        return (_some(uneven, "stages") or NAMES["stages"]) + alone
+        return (some(uneven, "stages") or NAMES["stages"]) + alone
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON has it."""
@@ -132,30 +128,24 @@ class Diagnosis:
         }
 
 
-def _some(sentences: Sequence[str], what: str) -> str:
-    more = f", and {len(sentences) - MOST_NAMED} more {what}" if len(sentences) > MOST_NAMED else ""
-    return ", ".join(sentences[:MOST_NAMED]) + more
-
-
 def diagnose(
-    *paths: str | Path,
-    form: str | None = None,
+    form: str,
+    recording: Recording,
+    *,
     stack: str | None = None,
     layers: Sequence[int] = (),
     memory: float | None = None,
     weight_share: float | None = None,
     time_limit_s: float = 10.0,
-    run: RunFacts | None = None,
     report: Progress = lambda _: None,
+    limits: SolveArguments | None = None,
 ) -> Diagnosis:
     """Where the time of the steps in a trace goes, and what to change.
 
     Parameters
     ----------
-    paths
-        The files, as of `problem_from`.
-    form
-        Which program wrote them; by default as they look.
+    form, recording
+        Which program wrote the files, and what ran, as `recording_from` reads them.
     stack
         What runs the training: torch, megatron, primus or optpipe; by default that of the form.
     layers
@@ -166,32 +156,16 @@ def diagnose(
         W's share of a backward that was measured whole, 0 to 1.
     time_limit_s
         For the search of a schedule; 0 for none.
-    run
-        What Megatron's log lacks.
     report
         Called with what is tried.
+    limits
+        Further options of the search.
 
     Raises
     ------
     InputError
-        If a file cannot be read, no step is whole, or an argument does not fit.
+        If no step is whole, or an argument does not fit.
     """
-    read_form, recording = recording_from(paths, form, run or RunFacts())
-    return diagnose_recording(recording, read_form, stack, layers, memory, weight_share, time_limit_s, report)
-
-
-def diagnose_recording(
-    recording: Recording,
-    form: str,
-    stack: str | None = None,
-    layers: Sequence[int] = (),
-    memory: float | None = None,
-    weight_share: float | None = None,
-    time_limit_s: float = 10.0,
-    report: Progress = lambda _: None,
-    limits: SolveArguments | None = None,
-) -> Diagnosis:
-    """The same for what was read; parameters as of `diagnose`, and what a search may take."""
     chosen = STACK_OF_FORM[form] if stack is None else next((each for each in STACKS if each == stack), None)
     if chosen is None:
         near = did_you_mean(str(stack), STACKS, "; ")

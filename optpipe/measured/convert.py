@@ -10,6 +10,8 @@ from optpipe.measured.estimate import Measurements, ProblemOptions, estimate
 from optpipe.measured.readers import READERS
 from optpipe.measured.recording import SHAPES, Recording, RunFacts, Sample
 
+NO_FACTS = RunFacts()
+
 
 def problem_from(
     form: str,
@@ -76,7 +78,9 @@ def problem_from(
     return estimate(recording, options)
 
 
-def recording_from(paths: Sequence[str | Path], form: str | None, facts: RunFacts) -> tuple[str, Recording]:
+def recording_from(
+    paths: Sequence[str | Path], form: str | None = None, facts: RunFacts = NO_FACTS
+) -> tuple[str, Recording]:
     """The form of these files, and all that ran by them; arguments as of `problem_from`. Without a form it is as the
     files' names and their first events show.
 
@@ -103,7 +107,7 @@ def recording_from(paths: Sequence[str | Path], form: str | None, facts: RunFact
         (one, first), (other, second) = list(forms.items())[:2]
         raise InputError(f"{first} is of the form {one}, {second} of {other}: the files of one run are expected")
     (chosen,) = forms
-    for name, value, default in zip(RunFacts._fields, facts, RunFacts(), strict=True):
+    for name, value, default in zip(RunFacts._fields, facts, NO_FACTS, strict=True):
         if value != default and name not in READERS[chosen].takes:
             takers = [other for other, reader in READERS.items() if name in reader.takes]
             raise InputError(f"{name} = {value}: files of the form {chosen} have it; it is for {' and '.join(takers)}")

@@ -234,7 +234,7 @@ def test_chunks_lie_as_the_shape_says_and_of_tensor_parallel_ranks_the_first_cou
     other = "v" if shape == "looped" else "looped"
     assert problem_from("straggler", path, shape=other).schedule is None
     with pytest.raises(InputError, match=r"^stages 2 and 3 do not wait for each other: one begins .* ms too early$"):
-        diagnose(path, run=RunFacts(shape=other))
+        diagnose(*recording_from([path], facts=RunFacts(shape=other)))
 
 
 def test_one_step_of_another_form_has_its_own_times_too(tmp_path: Path):

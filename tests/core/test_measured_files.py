@@ -141,6 +141,33 @@ def test_a_log_that_begins_as_json_does_is_a_log(first: str, prefix: str, tmp_pa
     assert recording_from([other], None, RunFacts(microbatches=2)) == ("megatron-timers", read(plain))
 
 
+@pytest.mark.parametrize("suffix", ["", "\x1b[0m", "\r"])
+@pytest.mark.parametrize(
+    "prefix", ["3: ", "2026-11-28T10:00:00.1Z stdout F ", "\x1b[36m(worker pid=1)\x1b[0m ", "INFO:"]
+)
+def test_launchers_that_mark_lines_change_nothing(prefix: str, suffix: str, tmp_path: Path) -> None:
+    """srun -l, Kubernetes, Ray and others that colour them, loggers."""
+    marked = "".join(f"{prefix}{line}{suffix}\n" for line in LOG.splitlines())
+    assert read(written(tmp_path, "2.log", marked)) == read(written(tmp_path, "1.log", LOG))
+
+
+@given(st.integers(1, len(LOG.splitlines()) - 1), st.integers(0, 2))
+def test_an_iteration_with_other_lines_in_it_is_left_out_and_the_others_stay_whole(
+    tmp_path_factory: pytest.TempPathFactory, place: int, damaged: int
+) -> None:
+    """Another rank's line that looks like a timer hides what comes after it; no time of another iteration stands in."""
+    folder = tmp_path_factory.mktemp("noise")
+    iterations = [LOG.replace(".0", f".{n}") for n in range(3)]
+    rest = iterations[:damaged] + iterations[damaged + 1 :]
+    lines = iterations[damaged].splitlines(keepends=True)
+    iterations[damaged] = "".join([*lines[:place], "[default0]:warning:\n", *lines[place:]])
+    found = read(written(folder, "noise.log", "".join(iterations)))
+    is_hidden = "rank" in lines[place]
+    expected = read(written(folder, "rest.log", "".join(rest if is_hidden else iterations)))
+    assert found.ops == expected.ops
+    assert any("1 of 3 iterations of " in each for each in found.unused) == is_hidden
+
+
 def test_files_that_are_not_of_one_run_are_refused(tmp_path: Path) -> None:
     table, line = recordings.csv_table(SCHEDULE, "t"), timeline()
     texts = {

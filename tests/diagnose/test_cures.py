@@ -20,11 +20,12 @@ from support.traces.faults import FORWARD, Job, jobs, recorded
 from support.traces.recordings import csv_table, primus_dump, torch_events, torch_traces
 
 from optpipe import InputError
-from optpipe.diagnose import Change, Diagnosis, UserFacts, batch_of, collect_runs, diagnose, diagnose_recording, explain
+from optpipe.diagnose import Change, Diagnosis, UserFacts, batch_of, collect_runs, diagnose, explain
 from optpipe.diagnose.lines import file_of, lines_of
 from optpipe.diagnose.losses import Losses
 from optpipe.diagnose.page import picture
 from optpipe.formats.stacks import STACKS
+from optpipe.measured.convert import recording_from
 from optpipe.measured.readers import RunFacts
 from optpipe.model.ops import Kind
 from optpipe_solver.systems import generate
@@ -35,7 +36,11 @@ JOB = Job(4, 8, 3, 6, "none", factor=1.6, place=2, replica=1, since=0, seed=7)
 
 
 def diagnosed(fault: str, **known: object) -> Diagnosis:
-    return diagnose_recording(recorded(JOB._replace(fault=fault)), "csv", "megatron", time_limit_s=0.0, **known)
+    return diagnose("csv", recorded(JOB._replace(fault=fault)), stack="megatron", time_limit_s=0.0, **known)
+
+
+def of_files(path: Path, **facts: Any) -> Diagnosis:
+    return diagnose(*recording_from([path], facts=RunFacts(**facts)), time_limit_s=0.0)
 
 
 def step_ms(fault: str) -> float:
@@ -91,6 +96,21 @@ def test_an_op_far_from_its_like_is_named_with_its_cost_and_nothing_else(job: Jo
     assert [s for s, _ in with_it.uneven_stages] == [s for s, _ in regular.uneven_stages]
 
 
+@pytest.mark.parametrize("microbatches", [2, 3, 8])
+def test_one_step_with_few_micro_batches_shows_what_is_usual(microbatches: int, tmp_path: Path) -> None:
+    """Of two ops alike the shorter one."""
+    problem = pipeline(4, microbatches, 10**9, stage((10, 20, 0)), p2p_ms=0.5)
+    usual = generate("1f1b", problem)
+    ms = (*[10.0] * (microbatches - 1), 60.0)
+    stages = [each.model_copy(update={"forward_ms": ms}) if s == 1 else each for s, each in enumerate(problem.stages)]
+    (tmp_path / "ops.csv").write_text(csv_table(usual.on(problem.replace(stages=stages)), "t"))
+    losses = of_files(tmp_path / "ops.csv").losses
+    (far,) = losses.far_ops
+    assert (str(far.op), far.ms) == (f"1F{microbatches - 1}", pytest.approx(60))
+    assert far.usual_ms == pytest.approx(10)
+    assert losses.measured_ms[0] - far.lost_ms == pytest.approx(usual.makespan_ms)
+
+
 def test_an_op_that_is_long_in_every_step_is_like_itself() -> None:
     """As a first forward that gathers weights: no cure is predicted without it."""
     runs = collect_runs(recorded(JOB._replace(fault="first-forward")))
@@ -101,7 +121,7 @@ def test_an_op_that_is_long_in_every_step_is_like_itself() -> None:
 
 def test_the_published_trace_has_one_op_far_from_its_like_and_one_long_stage() -> None:
     """By medians its stage is the second shortest; nobody waited for the op, so it is no cause."""
-    found = diagnose(Path(__file__).parents[2] / "examples" / "traces" / "primus-8x16", time_limit_s=0.0)
+    found = of_files(Path(__file__).parents[2] / "examples" / "traces" / "primus-8x16")
     assert found.causes == [
         "stage 7 takes 1.08 times as long as the mean; with one replica, a slow device looks the same: 4.5% of a step"
     ]
@@ -188,8 +208,7 @@ def written(folder: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("form", ["csv", "megatron-timers", "torch-trace", "primus"])
 def test_each_form_is_recognized_and_its_steps_are_the_same(form: str, tmp_path: Path) -> None:
-    run = RunFacts(microbatches=4) if form == "megatron-timers" else None
-    found = diagnose(written(tmp_path)[form], time_limit_s=0.0, run=run)
+    found = of_files(written(tmp_path)[form], microbatches=4 if form == "megatron-timers" else None)
     assert found.form == form
     assert found.losses.measured_ms == pytest.approx([UNEVEN.makespan_ms] * 3)
     assert found.losses.replay_error < (0.01 if form == "megatron-timers" else 1e-6)  # whose messages are not known
@@ -234,18 +253,18 @@ def test_a_mistake_is_one_sentence(words: str, message: str, run: Run, tmp_path:
 def test_what_is_no_trace_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(InputError, match=r"a\.json: like no form that is known"):
-        diagnose(tmp_path / "a.json")
+        of_files(tmp_path / "a.json")
 
 
 def test_what_was_not_measured_or_explained_is_said(tmp_path: Path) -> None:
     path = tmp_path / "ops.csv"
     path.write_text("stage,op,microbatch,duration_ms\n0,F,0,1\n0,BW,0,2\n")
-    assert any("that was not measured" in each for each in diagnose(path, time_limit_s=0.0).runs.assumed)
+    assert any("that was not measured" in each for each in of_files(path).runs.assumed)
     path.write_text("stage,op,microbatch,duration_ms\n0,F,0,0\n0,BW,0,0\n")
     with pytest.raises(InputError, match="a step takes 0 ms"):
-        diagnose(path, time_limit_s=0.0)
+        of_files(path)
     path.write_text("stage,op,microbatch,start_ms,end_ms\n0,F,0,0,1\n0,F,1,1,2\n0,BW,0,2,3\n0,BW,1,9,10\n")
-    (doubt,) = diagnose(path, time_limit_s=0.0).causes
+    (doubt,) = of_files(path).causes
     assert doubt == "what a replay does not explain: 60.0% of a step, so the other figures are in doubt"
 
 
@@ -297,7 +316,7 @@ PUBLISHED = {"AR": ["slow-device"], "SE": ["replicas", "stages", "micro-batches"
 def found(name: str) -> Diagnosis:
     if not (TRACES / name).exists():
         pytest.skip(f"OPTPIPE_TRACES names no folder with {name}")
-    return diagnose(TRACES / name, time_limit_s=0.0)
+    return of_files(TRACES / name)
 
 
 @pytest.mark.parametrize("job", PUBLISHED)

@@ -9,7 +9,7 @@ from support.ranks.worker import Ranks
 
 from examples import paced
 from optpipe.anytime import solve
-from optpipe.diagnose import diagnose_recording
+from optpipe.diagnose import diagnose
 from optpipe.measured.recording import MeasuredOp, Recording
 from optpipe.model.ops import Op
 from optpipe_runtime.pipeline import Pipeline
@@ -65,7 +65,7 @@ def recording(ranks: Sequence[Sequence[Traced]]) -> Recording:
 
 def test_a_cure_that_is_applied_gains_what_was_predicted(four_ranks: Ranks) -> None:
     before = four_ranks(train, layers=LAYERS, head=HEAD)
-    found = diagnose_recording(recording(before), "csv", layers=LAYERS, time_limit_s=0.0)
+    found = diagnose("csv", recording(before), layers=LAYERS, time_limit_s=0.0)
     assert [part.name for part in found.losses.causes][:1] == ["stages"]
     assert [s for s, _ in found.losses.uneven_stages] == [3]
     assert found.losses.replay_error < 0.05

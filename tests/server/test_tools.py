@@ -15,6 +15,7 @@ from support.traces.faults import Job, recorded
 
 from optpipe import InputError, Problem, ScheduleFile, check, compare
 from optpipe.diagnose import diagnose
+from optpipe.measured.convert import recording_from
 from optpipe_server.http import tools
 from optpipe_server.http.server import Server
 from optpipe_server.pool import diagnosis, pool
@@ -160,13 +161,13 @@ def test_a_file_and_an_archive_are_diagnosed_as_by_the_command(client: httpx.Cli
     query: dict[str, Any] = {"name": "ops.csv", "layers": [4], "time_limit_s": 0}
     reply = diagnosed(client, timeline(), query)
     assert reply.status_code == 200, reply.text
-    told = diagnose(tmp_path / "ops.csv", layers=[4], time_limit_s=0.0).to_dict()
+    told = diagnose(*recording_from([tmp_path / "ops.csv"]), layers=[4], time_limit_s=0.0).to_dict()
     assert reply.json() == json.loads(json.dumps(told))
     assert told["causes"]
     dumped = archive(*((f"dump/{path.name}", path.read_bytes()) for path in TRACE.iterdir()))
     query = {"layers": [8], "time_limit_s": 0, "to": "figure"}
     figure = diagnosed(client, dumped, query).json()
-    same = json.loads(json.dumps(diagnose(TRACE, layers=[8], time_limit_s=0.0).to_dict()))
+    same = json.loads(json.dumps(diagnose(*recording_from([TRACE]), layers=[8], time_limit_s=0.0).to_dict()))
     assert figure["diagnosis"].items() >= same.items()
     assert figure["schedules"][0]["memory"] is None
     page = diagnosed(client, dumped, {**query, "to": "html"})

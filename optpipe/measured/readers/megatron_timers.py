@@ -35,6 +35,7 @@ MOST_OPS = 500_000  # of the iterations that are read, the last ones
 _LINE = re.compile(  # tries no part of a line twice: one of a hostile log may have a million characters
     r"(?<![\w.-])(?P<name>[a-z][\w.-]*+):\s*$|rank\s+(?P<rank>\d{1,9}):\s+(?P<ms>\d+(?:\.\d+)?)\s*$"
 )
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 Timers = Mapping[tuple[str, int], list[float]]  # by timer and rank, the ms of each iteration
 Totals = dict[Kind, list[list[float]]]  # by device, of each iteration: the ms of all ops of a kind
@@ -103,36 +104,41 @@ def _totals(timers: Timers, path: str, microbatches: int, devices: int | None, c
 
 
 def _timers(texts: Sequence[tuple[str, str]]) -> tuple[Timers, list[str]]:
-    """The times in logs, each with its name, the iterations of one after those of the other; and what is left out as a
-    log was cut off, one sentence each.
+    """The times in logs, each with its name, the iterations of one after those of the other; and which iterations are
+    left out as lines are missing, one sentence a log.
 
     Raises InputError if these are not logs of one run.
     """
     timers: dict[tuple[str, int], list[float]] = defaultdict(list)
-    cut_off = list[str]()
-    logs = [(path, _timers_of_log(text)) for path, text in texts]
+    unused = list[str]()
+    logs = [(path, _iterations(text)) for path, text in texts]
     for n, (path, log) in enumerate(logs):
+        keys = set[tuple[str, int]]().union(*log)
         for other, before in logs[:n]:
             if log == before:
                 raise InputError(f"{path}: the same times as in {other}: each log once is expected")
-            if log.keys() != before.keys():
+            if keys != set[tuple[str, int]]().union(*before):
                 raise InputError(f"{path}: not the timers and ranks of {other}: logs of one run are expected")
-        whole = min((len(ms) for ms in log.values()), default=0)
-        if any(len(ms) > whole for ms in log.values()):
-            cut_off.append(f"iterations of {path} from {1 + whole} on: not all timers of all ranks have them")
-        for key, ms in log.items():
-            timers[key] += ms[:whole]
-    return timers, cut_off
+        whole = [iteration for iteration in log if iteration.keys() == keys]
+        if left := len(log) - len(whole):
+            unused.append(f"{left} of {len(log)} iterations of {path}: not all timers of all ranks have a time there")
+        for key in keys:
+            timers[key] += [iteration[key] for iteration in whole]
+    return timers, unused
 
 
-def _timers_of_log(text: str) -> Timers:
-    timers: dict[tuple[str, int], list[float]] = defaultdict(list)
-    name = ""
-    for line in text.splitlines():
+def _iterations(text: str) -> list[dict[tuple[str, int], float]]:
+    """By timer and rank, the ms of each iteration of a log. A timer that was there before begins the next one."""
+    iterations, names, name = [dict[tuple[str, int], float]()], set[str](), ""
+    for line in _COLOUR.sub("", text).splitlines():
         if not (match := _LINE.search(line)):
             continue
         if match["name"]:
             name = match["name"]
-        elif name in TIMERS or name == PIPELINE:
-            timers[name, int(match["rank"])].append(float(match["ms"]))
-    return timers
+            if name in names:
+                iterations.append({})
+                names = set()
+            names |= {name} & {*TIMERS, PIPELINE}
+        elif name in names:
+            iterations[-1][name, int(match["rank"])] = float(match["ms"])
+    return iterations

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from optpipe.diagnose import diagnose_recording
+from optpipe.diagnose import diagnose
 from optpipe.diagnose.page import document, picture
 from optpipe.diagnose.report import MOST_HELD
 from optpipe.errors import InputError
@@ -54,16 +54,15 @@ def diagnosed(folder: Path, asked: DiagnoseOptions, threads: int, memory_mib: in
     run = RunFacts(asked.microbatches, asked.devices, asked.chunks, asked.shape)
     with chdir(folder):  # sentences name files without it
         with limited_memory(READING):
-            form, recording = recording_from(_unpacked(asked.name), asked.form, run)
+            read = recording_from(_unpacked(asked.name), asked.form, run)
         with limited_memory(None):  # searches, which are processes of their own, reserve more than they use
-            diagnosis = diagnose_recording(
-                recording,
-                form,
-                asked.stack,
-                asked.layers,
-                asked.memory,
-                asked.weight_share,
-                asked.time_limit_s,
+            diagnosis = diagnose(
+                *read,
+                stack=asked.stack,
+                layers=asked.layers,
+                memory=asked.memory,
+                weight_share=asked.weight_share,
+                time_limit_s=asked.time_limit_s,
                 limits={"threads": threads, "memory_mib": memory_mib},
             )
     if asked.to == "html":
