@@ -145,6 +145,9 @@ def test_a_comparison_begins_with_what_it_compares(monkeypatch):
     assert [each[:2] for each in starts] == [(name, each) for name in ("auto", "milp") for each in ("keep", "all")]
 
 
+SMALLER = "micro-batches of 1/{} the size (optpipe model --tp N says which tensor parallelism does as much)"
+
+
 def layered(memory: int, **costs: Any) -> Problem:
     """Four devices with two layers each; a layer's activation has 10 bytes."""
     layer = problems.stage((1, 1, 1), (10, 4), **costs)
@@ -167,8 +170,8 @@ def test_where_nothing_fits_each_change_that_helps_has_its_length():
     """A device has 16 bytes and its two layers 20: with one layer a stage, with checkpoints of 2 bytes and the largest
     layer whole, or with micro-batches of half the size they fit."""
     found = remedies(layered(16, recompute=(1.0, 2)))
-    again, smaller = "recompute full in every backward, layer by layer", "micro-batches of 1/2 the size"
-    assert set(found) == {again, "all placements", f"{smaller}, or, by an estimate, 2 times the tensor parallelism"}
+    again, smaller = "recompute full in every backward, layer by layer", SMALLER.format(2)
+    assert set(found) == {again, "all placements", smaller}
     for name, problem, placements, work in (
         (again, _recomputed(layered(16, recompute=(1.0, 2)), "full"), "keep", 4),
         ("all placements", layered(16), "all", 3),
@@ -180,9 +183,7 @@ def test_where_nothing_fits_each_change_that_helps_has_its_length():
 
 
 def test_what_does_not_help_is_not_among_the_remedies():
-    assert list(remedies(layered(9, recompute=(1.0, 2)))) == [
-        "micro-batches of 1/4 the size, or, by an estimate, 4 times the tensor parallelism"
-    ]
+    assert list(remedies(layered(9, recompute=(1.0, 2)))) == [SMALLER.format(4)]
     assert remedies(layered(1)) == {}
     ample = problems.stage((1, 1, 1), (10, 4), offload=(1.0, 1.0, 10))
     host = problems.pipeline(1, 2, 10, [ample | {"device": 0}] * 2, device={"host_memory_bytes": 0})

@@ -80,12 +80,12 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _smaller(problem: Problem) -> Iterator[str]:
-    """Yield how much smaller micro-batches must be, for which the problem has no times. Tensor parallelism divides
-    weights, too, but not every activation."""
+    """Yield how much smaller micro-batches must be, for which the problem has no times. It does not say what tensor
+    parallelism divides, weights among it."""
     for n in SMALLER:
         stages = [_divided(stage, n) for stage in problem.stages]
         if not infeasibility(problem.replace(stages=stages, layers=None)):
-            yield f"micro-batches of 1/{n} the size, or, by an estimate, {n} times the tensor parallelism"
+            yield f"micro-batches of 1/{n} the size (optpipe model --tp N says which tensor parallelism does as much)"
             return
 
 
