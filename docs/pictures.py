@@ -1,10 +1,10 @@
 """Draws the docs' pictures again: `make pictures`, or `python docs/pictures.py NAME...` for some systems.
 
-For the README the best published schedule of `optpipe try` and the solver's, at the same memory and on one time axis
-(NAME: before-and-after); and each published schedule on the problem of its paper's figure, so that the two can be laid
-side by side; and the pictures of docs/concepts.md (NAME: concepts). By name only, since they need chromium: memory
-against makespan at several budgets, which takes minutes (NAME: pareto), and the workbench of the service's page (NAME:
-workbench).
+The best published schedule of `optpipe try` and the solver's, at the same memory and on one time axis (NAME:
+before-and-after); each published schedule on the problem of its paper's figure, so that the two can be laid side by
+side; and the pictures of docs/concepts.md (NAME: concepts). By name only, since they need chromium: memory against
+makespan for the README (NAME: curve) and at several budgets, which takes minutes (NAME: pareto), and the workbench of
+the service's page (NAME: workbench).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from optpipe_solver import heuristics, systems
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples" / "problems"
-BOTH, CONCEPTS, PARETO, WORKBENCH = "before-and-after", "concepts", "pareto", "workbench"
+BOTH, CONCEPTS, CURVE, PARETO, WORKBENCH = "before-and-after", "concepts", "curve", "pareto", "workbench"
 ACTIVATION = 1000  # bytes of one stage's
 
 
@@ -157,15 +157,14 @@ def shown(url: str, drawn: str, width: int, height: int) -> Iterator[Page]:
         browser.close()
 
 
-def pareto() -> None:
-    """Every published schedule and the solver's at several memory budgets; the table is printed, too."""
-    command = [sys.executable, "-m", "benchmarks", "pareto", EXAMPLES / "fastlink-8x16.json", "--time-limit", "20"]
+def memory_curve(name: str, *command: str | Path) -> None:
+    """The picture of memory against makespan on the page that a command writes; what it prints, too."""
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "pareto.html"
-        subprocess.run([*command, "--html", path], cwd=HERE.parent, check=True)
+        path = Path(folder) / "page.html"
+        subprocess.run([sys.executable, "-m", *command, "--html", path], cwd=HERE.parent, check=True)
         with shown(path.as_uri(), "[data-drawn]", 1040, 640) as page:
             picture = page.evaluate("Plotly.toImage('picture', {format: 'svg', width: 1040, height: 560})")
-    write("pareto.svg", unquote(picture.partition(",")[2]))
+    write(f"{name}.svg", unquote(picture.partition(",")[2]))
 
 
 def workbench() -> None:
@@ -191,7 +190,7 @@ def write(name: str, picture: str) -> None:
 
 def main() -> None:
     names = sys.argv[1:] or [*FIGURES, BOTH, CONCEPTS]
-    if unknown := [name for name in names if name not in (*FIGURES, BOTH, CONCEPTS, PARETO, WORKBENCH)]:
+    if unknown := [name for name in names if name not in (*FIGURES, BOTH, CONCEPTS, CURVE, PARETO, WORKBENCH)]:
         sys.exit(
             f"error: {unknown[0]} has no line in FIGURES of docs/pictures.py; those that have: {', '.join(FIGURES)}"
         )
@@ -199,7 +198,9 @@ def main() -> None:
         if name == BOTH:
             before_and_after()
         elif name == PARETO:
-            pareto()
+            memory_curve(name, "benchmarks", "pareto", EXAMPLES / "fastlink-8x16.json", "--time-limit", "20")
+        elif name == CURVE:
+            memory_curve(name, "optpipe_cli", "try", "--curve")
         elif name == WORKBENCH:
             workbench()
         elif name == CONCEPTS:

@@ -10,37 +10,37 @@ from cyclopts import UNSET, App, ArgumentCollection, Group, Parameter
 from optpipe import __version__
 from optpipe.errors import InputError
 
-# By heading: the name of a command, its function, and its help. Those of a group are by the group's name.
+# What brings a user here: what to run first and next, and all commands for it.
+TASKS = {
+    "See what it does": ("Needs no model, no GPU and no torch.", "try"),
+    "My run is out of memory": ("First plan with --today, then profile, then solve.", "plan profile solve"),
+    "My run is slow, here is a trace": ("First diagnose; its -o writes what cures it.", "diagnose problem"),
+    "I start a new run": ("First plan, then profile and solve.", "plan model calibrate export"),
+    "I write a paper": ("First compare, then show and check.", "compare show check simulate import"),
+    "I run it for a team": ("First serve, then keys, then solve --url.", "serve worker jobs keys cache"),
+}
 COMMANDS = {
-    "Start here": {
-        "try": ("compare:try_", "Show published schedules of an example, what OptPipe gains over them, and a page."),
-        "solve": ("solve:solve", "Find the best schedule within the time limit; Ctrl-C keeps the best so far."),
-        "compare": ("compare:compare", "Compare all published schedules, heuristics and the solver's answer."),
-        "diagnose": ("traces:diagnose", "Say where the time of a trace's steps goes, why, and what to change."),
-        "plan": ("plan:plan", "Divide a model over GPUs and schedule it, as fast as memory allows."),
-    },
-    "Problems": {
-        "model": ("model:model", "Make a problem of a transformer's shape, by formula, and say what was assumed."),
-        "calibrate": ("calibrate:calibrate", "Learn the cost model's parameters, from kernels or measured iterations."),
-        "profile": ("profile:profile", "Measure a model's stages, copies and messages, and make a problem of them."),
-    },
-    "Schedules": {
-        "show": ("schedule_commands:show", "Show a schedule in the terminal, or write a page, a picture or a trace."),
-        "check": ("schedule_commands:check", "Say all that is wrong with a schedule; exit code 1 if anything is."),
-        "simulate": ("schedule_commands:simulate", "Compute the times of a schedule for a problem."),
-        "export": ("schedule_commands:export", "Write a schedule as another program takes it, such as PyTorch."),
-        "import": ("schedule_commands:import_", "Read a schedule of another program, and check it."),
-    },
-    "Service": {
-        "serve": ("service:serve", "Run the service that solves problems while a training runs."),
-        "worker": ("service:worker", "Solve jobs of a service whose database is PostgreSQL, until it is stopped."),
-    },
+    "try": ("compare:try_", "Show published schedules of an example, what OptPipe gains over them, and a page."),
+    "plan": ("plan:plan", "Divide a model over GPUs and schedule it, as fast as memory allows."),
+    "profile": ("profile:profile", "Measure a model's stages, copies and messages, and make a problem of them."),
+    "solve": ("solve:solve", "Find the best schedule within the time limit, or say what would fit."),
+    "diagnose": ("traces:diagnose", "Say where the time of a trace's steps goes, why, and what to change."),
+    "model": ("model:model", "Make a problem of a transformer's shape, by formula, and say what was assumed."),
+    "calibrate": ("calibrate:calibrate", "Learn the cost model's parameters, from kernels or measured iterations."),
+    "export": ("schedule_commands:export", "Write a schedule as another program takes it, such as PyTorch."),
+    "compare": ("compare:compare", "Compare all published schedules, heuristics and the solver's answer."),
+    "show": ("schedule_commands:show", "Show a schedule in the terminal, or write a page, a picture or a trace."),
+    "check": ("schedule_commands:check", "Say all that is wrong with a schedule; exit code 1 if anything is."),
+    "simulate": ("schedule_commands:simulate", "Compute the times of a schedule for a problem."),
+    "import": ("schedule_commands:import_", "Read a schedule of another program, and check it."),
+    "serve": ("service:serve", "Run the service that solves problems while a training runs."),
+    "worker": ("service:worker", "Solve jobs of a service whose database is PostgreSQL, until it is stopped."),
 }
 GROUPS = {
-    "problem": ("Problems", "Make a problem of what another program has measured."),
-    "cache": ("Schedules", "Find, keep and exchange solved schedules."),
-    "jobs": ("Service", "See and steer the jobs of a service."),
-    "keys": ("Service", "Say who may use the service, and for what. Until there is a key, everybody on this machine."),
+    "problem": "Make a problem of what another program has measured.",
+    "jobs": "See and steer the jobs of a service.",
+    "keys": "Say who may use the service, and for what. Until there is a key, everybody on this machine.",
+    "cache": "Find, keep and exchange solved schedules.",
 }
 OF_GROUP = {
     "problem": {
@@ -108,15 +108,15 @@ def optpipe() -> App:
         "Schedules for pipeline-parallel training: as short as possible, never above the memory limit.",
         version=f"optpipe {__version__}",
     )
-    headings = {heading: Group.create_ordered(heading) for heading in COMMANDS}
-    for heading, commands in COMMANDS.items():
-        _add(app, commands, group=headings[heading])
-    for name, (heading, about) in GROUPS.items():
-        app.command(inner := App(name=name, help=about, group=headings[heading]))
-        _add(inner, OF_GROUP[name])
+    panels = [(Group.create_ordered(task, help=first), names.split()) for task, (first, names) in TASKS.items()]
+    of_task = {name: tuple(panel for panel, names in panels if name in names) for name in (*COMMANDS, *GROUPS)}
+    _add(app, COMMANDS, of_task)
+    for name, about in GROUPS.items():
+        app.command(inner := App(name=name, help=about, group=of_task[name]))
+        _add(inner, OF_GROUP[name], {})
     return app
 
 
-def _add(app: App, commands: Mapping[str, tuple[str, str]], **others: Any) -> None:
+def _add(app: App, commands: Mapping[str, tuple[str, str]], panels: Mapping[str, tuple[Group, ...]]) -> None:
     for place, (name, (function, about)) in enumerate(commands.items()):
-        app.command(f"optpipe_cli.{function}", name=name, help=about, sort_key=place, **others)
+        app.command(f"optpipe_cli.{function}", name=name, help=about, sort_key=place, group=panels.get(name))

@@ -21,14 +21,16 @@ from optpipe.model.problem import Problem, offload_ratio
 from optpipe.options import CompareOptions, Placements
 from optpipe.schedule import Schedule
 from optpipe.show.page import plot
+from optpipe.show.pareto import Point, chart
 from optpipe.show.svg import gantt
 from optpipe.text import bytes_text, distinct_sizes, printable
-from optpipe_cli.options import Json, NewFolder, Options, require_writable
+from optpipe_cli.options import Flag, Json, NewFolder, Options, require_writable
 from optpipe_cli.output import echo, print_json, print_table, sizes_text, waiting
 from optpipe_solver.systems import SYSTEMS, shortest_that_fits
 
 TIGHT = Path(__file__).parent / "tight-4x8.json"
 SEARCH_S = 4.0  # of each of the two searches of the example: on the problem's own stages, and on any
+CURVE = (1.6, 1.8, 2, 2.5, 3, 4, 8)  # its memory, in activations of a device's stages: 1F1B needs 4
 SAME = 5e-4  # a share of a length that is no difference
 MOST_FORWARDS = 2048  # stages times micro-batches; with more it takes longer than a second to make them all
 
@@ -188,9 +190,13 @@ def try_(
     html: Annotated[
         Path, Parameter(validator=require_writable, help="Where the page with both schedules is written.")
     ] = Path("optpipe-try.html"),
+    curve: Annotated[Flag, Parameter(help="Compare at less and more memory: takes a minute.")] = False,
 ) -> None:
     """`optpipe try`."""
     problem = Problem.load(TIGHT)
+    if curve:
+        _print_curve(problem, html)
+        return
     (budget,) = {device.activation_budget_bytes for device in problem.devices}
     echo(
         f"{len(problem.devices)} devices with {bytes_text(budget)} for activations, {len(problem.stages)} stages, "
@@ -209,6 +215,34 @@ def try_(
     plot(after.schedule, before.schedule, after.lower_bound_ms).save(html)
     echo()
     echo(f"Both on one time scale, with their memory: {html.resolve()}")
+    echo("What is gained at less and more memory, in a minute: optpipe try --curve")
+
+
+def _print_curve(problem: Problem, html: Path) -> None:
+    """Compare from little memory to much, print a row for each, and draw them on a page. Searches also start from the
+    best schedule of less memory."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("memory", "best published", "OptPipe", "less"):
+        table.add_column(name, no_wrap=True, justify="right")
+    published, own, smaller = list[Point](), list[Point](), list[Schedule]()
+    for activations in CURVE:
+        posed = problem.with_memory_for(activations)
+        comparison = watched(posed, CompareOptions(time_limit_s=SEARCH_S), starts=smaller)
+        (_, before), (schedule, after) = (
+            (row.schedule, Point(row.schedule.method, row.peak[1].bytes, row.schedule.makespan_ms))
+            for row in (comparison.best_published, comparison.best_own)
+            if row and row.schedule and row.peak  # naive and AdaOffload always fit
+        )
+        published.append(before)
+        own.append(after)
+        smaller.append(schedule)
+        lengths = (f"{point.ms:.0f} ms by {point.name}" for point in (before, after))
+        memory = bytes_text(posed.devices[0].activation_budget_bytes)
+        table.add_row(memory, *lengths, f"{1 - after.ms / before.ms:.0%}")
+    print_table(table)
+    chart(published, {"OptPipe": own}, {}, "Memory against an iteration", "best published").save(html)
+    echo()
+    echo(f"Drawn: {html.resolve()}")
 
 
 def _example_table(comparison: Comparison) -> Table:

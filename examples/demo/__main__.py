@@ -122,17 +122,12 @@ def service(folder: Path, environment: dict[str, str]) -> Iterator[tuple[str, in
 
 
 def _adoptions(url: str) -> list[str]:
-    """What the service knows of the adopted schedules, beside its predictions; nothing if the service is down."""
+    """Which of its schedules the service knows to be adopted; nothing if it is down."""
     lines = []
     with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=url, trust_env=False) as http:
         for job in http.get("/v1/jobs").raise_for_status().json()["jobs"]:
             for adopted in http.get(f"{job['url']}/adoptions").raise_for_status().json()["adoptions"]:
-                ms = adopted["measured_iteration_ms"]
-                measured = "not measured" if ms is None else f"measured {ms:.0f} ms"
-                lines.append(
-                    f"adoption: schedule {adopted['seq']} runs since step {adopted['step']}, predicted "
-                    f"{adopted['predicted_ms']:.0f} ms, {measured}"
-                )
+                lines.append(f"adoption: schedule {adopted['seq']} of the service's, in step {adopted['step']}")
     return lines
 
 
@@ -141,7 +136,7 @@ def _row(result: DemoResult, version: int) -> list[str]:
     steps = [step for step in result.steps if step.version == version]
     settled = [step for step in steps if step.settled]
     return [
-        schedule.method,
+        f"{version + 1} {schedule.method}",
         f"{schedule.makespan_ms:.0f}",
         _spread([step.ms for step in settled if not step.live]),
         _spread([step.ms for step in settled if step.live]),
@@ -189,9 +184,8 @@ def _print_verdict(outcome: Outcome, result: DemoResult, ranks: int) -> None:
     print(f"memory: measured peaks {'within' if outcome.within_memory else 'ABOVE'} the limit in every step")
     print(
         f"time: with the best schedule a step takes {gain.median:.1%} less in alternation, 95% of resamples between "
-        f"{gain.low:.1%} and {gain.high:.1%}: {sure}"
+        f"{gain.low:.1%} and {gain.high:.1%}: {sure}; predicted {predicted:.1%} less"
     )
-    print(f"predicted: {predicted:.1%} less")
     if ranks > cores:
         print(f"note: {ranks} ranks share {cores} cores, which hides part of the gain")
 

@@ -118,7 +118,8 @@ class Training:
         assert now is not None
         if now not in self.schedules:
             self.schedules.append(now)
-            self.log(f"step {len(self.steps):3}: {now.method}, predicted {now.makespan_ms:.0f} ms")
+            step, number = len(self.steps) + 1, len(self.schedules)
+            self.log(f"step {step:3}: schedule {number}, {now.method}, predicted {now.makespan_ms:.0f} ms")
         return self.schedules.index(now)
 
     def log(self, text: str) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -302,3 +303,23 @@ def test_the_example_gains_much_because_memory_binds(run, monkeypatch):
     assert [line for line in out.splitlines() if line != line.rstrip()] == []
     assert page.stat().st_size > 1e6  # plotly is in it
     assert "1f1b-recompute" in page.read_text(encoding="utf-8")
+
+
+def test_the_curve_is_of_more_than_its_best_point(run, monkeypatch):
+    # Searches end with their first schedules, which are no longer than those for less memory.
+    monkeypatch.setattr(compare, "SEARCH_S", 200.0)
+    monkeypatch.setattr(compare, "CompareOptions", partial(compare.CompareOptions, gap=1.0))
+    code, out, _ = run("try", "--curve", "--html", "curve.html")
+    assert code == 0, out
+    rows = re.findall(r"^ *([\d.]+) GB +(\d+) ms by (\S+) +(\d+) ms by (\S+) +(-?\d+)%$", out, re.MULTILINE)
+    figures = [tuple(map(float, (memory, before, after, less))) for memory, before, _, after, _, less in rows]
+    assert [memory for memory, *_ in figures] == pytest.approx([1.5 * activations for activations in compare.CURVE])
+    for _, before, after, less in figures:
+        assert 1 - after / before == pytest.approx(less / 100, abs=0.007)
+    for one, more in pairwise(figures):
+        assert one[1] >= more[1]
+        assert one[2] >= more[2]
+    published = {name for _, _, name, *_ in rows}
+    assert published >= {"1f1b-recompute", "zb-v"}, "others are best with other memory"
+    drawn = Path("curve.html").read_text(encoding="utf-8")
+    assert all(name in drawn for name in published)

@@ -22,6 +22,7 @@ from optpipe import Device, Problem, Schedule, Stage, check
 from optpipe.evaluate.effects import TABLE
 from optpipe.model.ops import ActivationSizes
 from optpipe.model.records import Level, Message
+from optpipe_cli.app import TASKS
 from optpipe_cli.app import optpipe as command_line
 
 ROOT = Path(__file__).parents[2]
@@ -151,12 +152,16 @@ def test_the_readme_fits_on_two_screens() -> None:
 COMMANDS, PAGE = command_line(), read("commands.md")
 
 
-def test_the_page_has_every_command() -> None:
-    shown = re.findall(r"^\| `optpipe (\w+)", PAGE, re.MULTILINE)
-    assert sorted(shown) == sorted(name for name in COMMANDS if not name.startswith("-"))
+def test_every_command_stands_once_on_the_page_below_a_task_that_it_is_for() -> None:
+    sections = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+    shown = {task: re.findall(r"^- `optpipe (\w+)", sections[task], re.MULTILINE) for task in TASKS}
+    every = sorted(name for name in COMMANDS if not name.startswith("-"))
+    assert sorted(name for names in shown.values() for name in names) == every
+    for task, (_, names) in TASKS.items():
+        assert set(shown[task]) <= set(names.split()) <= set(every), task
 
 
-@pytest.mark.parametrize("text", re.findall(r"^(?:\| `|`)?(optpipe [a-z].*)$", PAGE, re.MULTILINE))
+@pytest.mark.parametrize("text", re.findall(r"^(?:- `|`)?(optpipe [a-z].*)$", PAGE, re.MULTILINE))
 def test_a_command_has_the_options_that_stand_beside_it(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = r"(?<=[ `(])--?[a-z][a-z-]*"
     words = text.replace("`", " ").split()[1:]

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import threading
 from dataclasses import replace
 
@@ -68,7 +69,9 @@ def test_the_main_job(ranks, tmp_path, capsys, monkeypatch, started):
     printed = capsys.readouterr().out
     assert "the same problem in the cache: found" in printed
     assert "interleaved does not fit: interleaved gives no schedule: device 0 needs" in printed
-    assert "adoption: schedule " in printed or measured_oddly
+    assert re.search(r"^adoption: schedule \d+ of the service's, in step \d+$", printed, re.MULTILINE) or measured_oddly
+    predicted = [(str(n), each.method, f"{each.makespan_ms:.0f}") for n, each in enumerate(result.schedules, 1)]
+    assert re.findall(r"^ (\d+) (\S+) +(\d+) ", printed, re.MULTILINE) == predicted
     assert "memory: measured peaks within the limit in every step\ntime: with the best schedule" in printed
 
 
