@@ -219,8 +219,7 @@ def try_(
 
 
 def _print_curve(problem: Problem, html: Path) -> None:
-    """Compare from little memory to much, print a row for each, and draw them on a page. Searches also start from the
-    best schedule of less memory."""
+    """Compare from little memory to much, print a row for each, and draw them on a page."""
     table = Table(box=None, pad_edge=False)
     for name in ("memory", "best published", "OptPipe", "less"):
         table.add_column(name, no_wrap=True, justify="right")
@@ -237,11 +236,9 @@ def _print_curve(problem: Problem, html: Path) -> None:
         own.append(after)
         smaller.append(schedule)
         lengths = (f"{point.ms:.0f} ms by {point.name}" for point in (before, after))
-        memory = bytes_text(posed.devices[0].activation_budget_bytes)
-        table.add_row(memory, *lengths, f"{1 - after.ms / before.ms:.0%}")
+        table.add_row(bytes_text(posed.devices[0].activation_budget_bytes), *lengths, f"{1 - after.ms / before.ms:.0%}")
     print_table(table)
     chart(published, {"OptPipe": own}, {}, "Memory against an iteration", "best published").save(html)
-    echo()
     echo(f"Drawn: {html.resolve()}")
 
 
