@@ -62,6 +62,7 @@ class Link(Place):
 @dataclass
 class Device(Place):
     stages: list[int] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)  # on the way out and back
     room: int = 0
     host_room: int = 0
     frees: int = 0  # when the running op ends
@@ -90,9 +91,18 @@ class PlainListScheduler:
         self.links = [Link(inf) for _ in figures.stages_on_link]
         rooms = zip(figures.memory.tolist(), figures.host_memory.tolist(), strict=True)
         self.devices = [
-            Device(0.0, stages=np.flatnonzero(figures.device == d).tolist(), room=room, host_room=host_room)
+            Device(
+                look_at=0.0,
+                stages=np.flatnonzero(figures.device == d).tolist(),
+                links=[self.links[figures.links[way, d]] for way in (OUT, BACK)],
+                room=room,
+                host_room=host_room,
+            )
             for d, (room, host_room) in enumerate(rooms)
         ]
+        # By kind and stage: the micro-batches whose op has not started, in order. By stage: what a forward has saved.
+        self.to_start = {(k, s): self.microbatches_of(k, s) for k in (F, B, W, C) for s in range(self.stages)}
+        self.saved: list[list[Activation]] = [[] for _ in range(self.stages)]
         self.started: Counter[tuple[int, int]] = Counter()  # by kind and stage
         self.next_to_return: dict[int, Activation] = {}  # by stage, when its link last looked
 
@@ -117,12 +127,16 @@ class PlainListScheduler:
                 place.host_room += place.frees_on_host
                 place.frees = place.frees_on_host = 0
                 if has_relief:
-                    for link in self.links_of(place):
+                    for link in place.links:
                         link.look_soon(max(now, link.free_at))
                     continue
             place.look_at = inf
             self.dispatch(place, now)
-        return not any(self.next_ops(device) for device in self.devices)
+        return not any(self.to_start.values())
+
+    def microbatches_of(self, k: int, s: int) -> list[int]:
+        passing = (j for j in range(self.microbatches) if self.passes(s, j))
+        return [j for j in passing if k != C or self.activations[s][j].variant]
 
     def passes(self, s: int, j: int) -> bool:
         return bool(self.place[s, j] != NONE)
@@ -140,16 +154,8 @@ class PlainListScheduler:
     def device_of(self, s: int) -> Device:
         return self.devices[self.figures.device[s]]
 
-    def links_of(self, device: Device) -> list[Link]:
-        d = next(d for d, each in enumerate(self.devices) if each is device)
-        return [self.links[self.figures.links[way, d]] for way in (OUT, BACK)]
-
     def stages_served(self, link: Link, way: int) -> list[int]:
-        return [s for s in range(self.stages) if self.links_of(self.device_of(s))[way] is link]
-
-    def with_forward(self, s: int) -> list[Activation]:
-        """Activations of a stage whose forward has started, the oldest first."""
-        return [each for each in self.activations[s] if self.start[F, s, each.microbatch] < inf]
+        return [s for s in range(self.stages) if self.device_of(s).links[way] is link]
 
     def needed_at(self, activation: Activation) -> float:
         s, j = activation.stage, activation.microbatch
@@ -190,7 +196,7 @@ class PlainListScheduler:
                 device.frees += size
             else:
                 device.room += size
-            back = self.links_of(device)[BACK]
+            back = device.links[BACK]
             if back is not link:
                 back.look_soon(max(now, back.free_at))
         if not device.busy:
@@ -199,7 +205,7 @@ class PlainListScheduler:
     def next_reload(self, link: Link, now: float) -> Activation | None:
         candidates = []
         for s in self.stages_served(link, BACK):
-            away = next((each for each in self.with_forward(s) if each.has_parts_to_return), None)
+            away = next((each for each in self.saved[s] if each.has_parts_to_return), None)
             self.next_to_return.pop(s, None)
             if away is None:
                 continue
@@ -231,9 +237,9 @@ class PlainListScheduler:
         """The oldest activation with a part that is to leave. What would leave in vain stays: where it would not
         be back in time or no forward needs its room, unless an older one needs that to come back."""
         device = self.device_of(s)
-        forwards_left = any(k == F for k, _, _ in self.next_ops(device))
+        forwards_left = any(self.to_start[F, t] for t in device.stages)
         older = self.next_to_return.get(s)
-        for activation in self.with_forward(s):
+        for activation in self.saved[s]:
             if activation.sent >= activation.to_leave:
                 continue
             to_send, to_fetch = activation.to_leave - activation.sent, activation.to_leave - activation.back
@@ -276,14 +282,7 @@ class PlainListScheduler:
         return int(self.figures.takes[self.activations[s][j].variant, k, s, self.column(j)])
 
     def next_ops(self, device: Device) -> list[tuple[int, int, int]]:
-        ops = []
-        for k in (F, B, W, C):
-            for s in device.stages:
-                microbatches = [j for j in range(self.microbatches) if self.passes(s, j)]
-                if k == C:
-                    microbatches = [j for j in microbatches if self.activations[s][j].variant]
-                ops += [(k, s, j) for j in microbatches if self.start[k, s, j] == inf][:1]
-        return ops
+        return [(k, s, j) for k in (F, B, W, C) for s in device.stages for j in self.to_start[k, s][:1]]
 
     def rank(self, k: int, s: int, j: int) -> tuple[int, int, int]:
         """A backward or recompute before a forward before a weight gradient, the farthest forward, the oldest."""
@@ -296,15 +295,19 @@ class PlainListScheduler:
             away = self.next_to_return.get(s)
             if away and away.has_part_in_host_memory and self.needed_at(away) - self.rules.lead_ms[s] <= now:
                 wanted.append((self.needed_at(away), sum(away.sizes[away.back : away.sent])))
-            again = [j for k, stage, j in self.next_ops(device) if k == C and stage == s]
-            wanted += [(self.ready_at(C, s, j), self.takes(C, s, j)) for j in again if self.ready_at(C, s, j) <= now]
+            for j in self.to_start[C, s][:1]:
+                if self.ready_at(C, s, j) <= now:
+                    wanted.append((self.ready_at(C, s, j), self.takes(C, s, j)))
         return min(wanted, key=lambda each: each[0], default=(0.0, 0))[1]
 
     def start_op(self, device: Device, k: int, s: int, j: int, now: float) -> None:
         column = self.column(j)
         activation, end = self.activations[s][j], now + self.ms(k, s, j)
         self.start[k, s, j] = now
+        self.to_start[k, s].remove(j)
         self.started[k, s] += 1
+        if k == F:
+            self.saved[s].append(activation)
         device.busy, device.free_at, device.look_at = True, end, end
         device.room -= self.takes(k, s, j)
         device.frees += int(self.figures.frees[activation.variant, k, s, column])
