@@ -26,7 +26,7 @@ from optpipe_solver.cpsat.anonymous import AnonymousModel
 from optpipe_solver.cpsat.grid import LONGEST, Grid, is_expressible, place_on_grid, split_dispensable
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.search import FINE, number_by_entry
-from optpipe_solver.cpsat.variables import Window
+from optpipe_solver.cpsat.variables import Window, WindowObjective
 from optpipe_solver.exact import common_step_ms
 from optpipe_solver.heuristics import STREAMS
 
@@ -138,6 +138,24 @@ def test_the_same_request_has_the_same_answer() -> None:
     first, second = (cpsat_frames(problem, seconds=0.8, seed=7) for _ in range(2))
     assert first == second
     assert values(problem, first)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "ends", "span"])
+@pytest.mark.parametrize("name", ["both offload", "two chunks"])
+def test_a_search_that_ends_before_it_began_claims_nothing(name: str, objective: WindowObjective) -> None:
+    """CP-SAT then has the bound 0, whatever the objective may be, and drops the hint, which is a solution."""
+    problem, grid = ALL[name], Grid.for_problem(ALL[name])
+    incumbent = place_on_grid(grid, split_dispensable(next(STREAMS["naive"](problem, "makespan"))))
+    none, proof = (
+        WindowModel(grid, incumbent, Window.of_all(incumbent), objective=objective).solve(clock, 1, 0)
+        for clock in (Clock(1e-9, counts=True), Clock(60.0, counts=True))
+    )
+    assert (none.starts, none.bound, none.proven) == (None, 0, False)
+    assert none.bound <= proof.bound == proof.value
+    frames = cpsat_frames(problem, seconds=1e-9)
+    best, _ = best_of_all(problem, "makespan")
+    assert values(problem, frames)
+    assert bound(problem, frames) <= best
 
 
 @pytest.mark.parametrize(

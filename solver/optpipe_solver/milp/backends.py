@@ -39,6 +39,7 @@ PULP_SHARE = 0.9  # of the time is the solver's of PuLP: its solution comes at i
 NEARLY = 0.9  # of its time is used by a solver that stops at its limit: CBC does so a little before
 # An optimum of PuLP's is lowered by that to be a bound: a solver that ignores the gap asked for stops at 1e-4.
 PULP_MARGIN = 2e-4
+PULP_TOLERANCE = 1e-5  # of what PuLP calls a solution: its solvers' default of integrality
 
 
 class UnavailableError(SolverError):
@@ -162,12 +163,12 @@ def _minimize_by_highs(task: Task) -> Outcome:
     from highspy import HighsModelStatus
 
     task.on_start("HiGHS")
-    highs, best = _highs(task), _BestBound(task)
-    if (start := _completed(task)) is not None:
+    start, highs, best = _completed(task), _highs(task), _BestBound(task)
+    if start is not None:
         highs.setSolution(len(start), np.arange(len(start), dtype=np.int32), start)
     highs.cbMipImprovingSolution += lambda event: task.on_solution(np.array(event.data_out.mip_solution))
     highs.cbMipLogging += lambda event: best.offer(event.data_out.mip_dual_bound)
-    highs.run()
+    _run_highs(highs, task)
     info, status = highs.getInfo(), highs.getModelStatus()
     if _has_solution(highs):  # the callback is not called for every solution that is found outside the tree
         task.on_solution(np.array(highs.getSolution().col_value))
@@ -191,8 +192,15 @@ def _completed(task: Task) -> Floats | None:
     values = np.array(list(task.start.values()))
     highs.setOptionValue("mip_max_nodes", MOST_NODES)
     highs.changeColsBounds(len(values), np.array(list(task.start), dtype=np.int32), values, values)
-    highs.run()
+    _run_highs(highs, task)
     return np.array(highs.getSolution().col_value) if _has_solution(highs) else None
+
+
+def _run_highs(highs: highspy.Highs, task: Task) -> None:
+    """Its limit counts from the start of this run; its threads are the process's, and the first run fixes how many."""
+    highs.resetGlobalScheduler(True)
+    highs.setOptionValue("time_limit", task.clock.wall_left_s)
+    highs.run()
 
 
 def _has_solution(highs: highspy.Highs) -> bool:
@@ -210,7 +218,6 @@ def _highs(task: Task) -> highspy.Highs:
         "log_to_console": False,
         "threads": task.threads,
         "random_seed": task.seed,
-        "time_limit": task.clock.wall_left_s,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": 1e-6,
         "mip_feasibility_tolerance": TOLERANCE,
@@ -256,18 +263,8 @@ def _minimize_by_gurobi(task: Task) -> Outcome:
     import gurobipy as gp
 
     task.on_start("Gurobi")
-    params = {
-        "OutputFlag": 0,
-        "Threads": task.threads,
-        "Seed": task.seed,
-        "TimeLimit": task.clock.wall_left_s,
-        "MIPGap": 0.0,
-        "MIPGapAbs": 1e-6,
-        "FeasibilityTol": TOLERANCE,
-        "IntFeasTol": TOLERANCE,
-    }
     try:
-        with gp.Env(params=params) as env, gp.Model(env=env) as model:
+        with gp.Env(params=_gurobi_params(task)) as env, gp.Model(env=env) as model:
             return _run_gurobi(model, task)
     except gp.GurobiError as error:
         if error.errno == gp.GRB.Error.SIZE_LIMIT_EXCEEDED:
@@ -276,6 +273,18 @@ def _minimize_by_gurobi(task: Task) -> Outcome:
                 f"Gurobi has no licence for this model of {size}, the one of pip being for {PIP_SIZE} of each"
             ) from None
         raise UnavailableError(f"Gurobi failed: {error}") from None
+
+
+def _gurobi_params(task: Task) -> dict[str, float]:
+    return {
+        "OutputFlag": 0,
+        "Threads": task.threads,
+        "Seed": task.seed,
+        "MIPGap": 0.0,
+        "MIPGapAbs": 1e-6,
+        "FeasibilityTol": TOLERANCE,
+        "IntFeasTol": TOLERANCE,
+    }
 
 
 def _run_gurobi(model: gurobipy.Model, task: Task) -> Outcome:
@@ -297,6 +306,7 @@ def _run_gurobi(model: gurobipy.Model, task: Task) -> Outcome:
         elif where == GRB.Callback.MIP:
             best.offer(model.cbGet(GRB.Callback.MIP_OBJBND))
 
+    model.Params.TimeLimit = task.clock.wall_left_s
     model.optimize(callback)
     if model.SolCount:
         task.on_solution(np.array(model.getAttr(GRB.Attr.X, variables)))
@@ -344,6 +354,8 @@ def _minimize_by_pulp(name: str, task: Task) -> Outcome:
         for variable, value in zip(variables, rows.earliest(x).tolist(), strict=True):
             variable.setInitialValue(value, check=False)
     began, seconds = time.monotonic(), PULP_SHARE * task.clock.wall_left_s
+    if not seconds:  # some of PuLP's solvers take 0 for no limit
+        return Outcome(shown, "time is up")
     try:
         problem.solve(_solver_of_pulp(name, seconds, task))
     except Exception as error:  # PuLP lets through what a solver's own library raises
@@ -356,11 +368,10 @@ def _minimize_by_pulp(name: str, task: Task) -> Outcome:
             task.on_solution(x)
             task.on_bound(optimum * (1 - PULP_MARGIN))
             return Outcome(shown, "optimal", optimum)
-        case pulp.LpSolutionIntegerFeasible:  # its only limit is the time: there was none to prove it
-            task.on_solution(x)
-            return Outcome(shown, "time is up")
         case pulp.LpSolutionInfeasible if not used_its_time:
             return Outcome(shown, "infeasible")
+        case _ if problem.valid(PULP_TOLERANCE):  # whatever its status: of Gurobi, when time is up, "No Solution"
+            task.on_solution(x)
     return Outcome(shown, "time is up" if used_its_time else "ended")
 
 
@@ -379,4 +390,5 @@ def _solver_of_pulp(name: str, seconds: float, task: Task) -> pulp.LpSolver:
         seed = [f"randomSeed {task.seed}", f"randomCbcSeed {task.seed}"]
         options["options"] = [f"primalTolerance {TOLERANCE}", f"integerTolerance {TOLERANCE}", *seed]
     parameters = inspect.signature(type(pulp.getSolver(name)).__init__).parameters
-    return pulp.getSolver(name, **{option: value for option, value in options.items() if option in parameters})
+    options = {option: value for option, value in options.items() if option in parameters}
+    return pulp.getSolver(name, **options, **(_gurobi_params(task) if name == "GUROBI" else {}))
