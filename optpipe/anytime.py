@@ -16,6 +16,7 @@ from typing import Protocol, Unpack
 from optpipe import solvers
 from optpipe.errors import FrameError, InputError, OptPipeError, SolverError
 from optpipe.evaluate.objective import Objective, length_ms, reaches
+from optpipe.formats.stacks import STACKS, Stack, restricted
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions
 from optpipe.process.child import Child
@@ -47,7 +48,7 @@ class Keeper:
     """The best schedule and bound of a search so far. Schedules leave the solver's process here: each is verified."""
 
     def __init__(self, problem: Problem, options: SolveOptions) -> None:
-        self._problem, self._options = problem, options
+        self._problem, self._options, self._stack = problem, options, STACKS[options.stack]
         self.result = Result(
             "unknown", objective=options.objective, reason=NOTHING_YET, placements=options.placements_of(problem)
         )
@@ -83,13 +84,13 @@ class Keeper:
         best, options = self.result, self._options
         try:
             schedule = frame.schedule.schedule(self._problem, frame.method)
-            wrong = schedule.compiled.complaints
+            wrong = self._stack.first_fault(schedule)
             if schedule.placement and best.placements == "keep":
-                wrong = [f"{schedule.placement}: the stages were to be kept"]
+                wrong = f"{schedule.placement}: the stages were to be kept"
         except InputError as error:
-            wrong = [str(error)]
+            wrong = str(error)
         if wrong:
-            self._note(Note(text=f"a schedule of {frame.method} was rejected: {wrong[0]}"))
+            self._note(Note(text=f"a schedule of {frame.method} was rejected: {wrong}"))
         elif self._is_better(value_ms := length_ms(schedule, options.objective), frame.method):
             step = Improvement(time.monotonic() - self._began, frame.method, value_ms, best.lower_bound_ms)
             self.result = replace(
@@ -111,7 +112,7 @@ class Keeper:
     def _take_other_stages(self, frame: OtherStages) -> None:
         """Keep the published schedule on other stages, if it is valid there."""
         try:
-            self._other_stages = valid(frame.schedule, self._problem)
+            self._other_stages = valid(frame.schedule, self._problem, self._stack)
         except InputError as error:
             self._note(Note(text=f"a schedule of {frame.schedule.method} was rejected: {error}"))
 
@@ -138,11 +139,11 @@ class Keeper:
         return self.result
 
 
-def valid(programs: Programs, problem: Problem) -> Schedule:
-    """The schedule that a solver sent. Raises InputError if it is not valid."""
+def valid(programs: Programs, problem: Problem, stack: Stack) -> Schedule:
+    """The schedule that a solver sent. Raises InputError if it is not valid, or not for the stack."""
     schedule = programs.schedule(problem)
-    if wrong := schedule.compiled.complaints:
-        raise InputError(wrong[0])
+    if wrong := stack.first_fault(schedule):
+        raise InputError(wrong)
     return schedule
 
 
@@ -343,10 +344,10 @@ def search(
         raise InputError(
             f"warm_start is of type {type(warm_start).__name__}: a Schedule was expected (Schedule.load reads a file)"
         )
-    options = options.for_problem(problem)
+    problem, options = restricted(problem, options), options.for_problem(problem)
     used, keeper = SearchCache(cache), Keeper(problem, options)
     hit = used.hit(problem, options.objective) if options.starts_from_known else None
-    if hit:
+    if hit and not STACKS[options.stack].complaint(hit.schedule):
         if hit.status == "optimal" and options.answered_by_optimum:
             method = f"{hit.schedule.method} (cached)"
             keeper.result = Result.from_schedule(hit.schedule, options, hit.lower_bound_ms, method)

@@ -13,6 +13,7 @@ from optpipe import solvers
 from optpipe.anytime import search
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.effects import Certificate, Peak
+from optpipe.formats.stacks import STACKS, restricted
 from optpipe.model.problem import Problem, offload_ratio
 from optpipe.options import CompareOptions, Placements, SearchArguments, SolveOptions
 from optpipe.process.child import Child
@@ -180,6 +181,7 @@ def compare(
         `optpipe.options.CompareOptions`; time limit, threads and memory are those of each search.
     """
     chosen = CompareOptions.from_arguments("compare", {**options, "methods": methods})
+    problem = restricted(problem, chosen)
     rows: list[Row] = []
     for row in chain(_generated(problem, chosen), _searched(problem, chosen, starts, rows)):
         rows.append(row)
@@ -221,6 +223,8 @@ def _verified(found: Incumbent, problem: Problem, options: CompareOptions, lower
         return Row(found.method, options.placements, reason=f"is no schedule: {error}")
     if wrong != certificate.complaints():
         return Row(found.method, options.placements, reason=f"is no schedule: {wrong[0]}")
+    if complaint := STACKS[options.stack].complaint(schedule):
+        return Row(found.method, options.placements, reason=complaint)
     reason = None
     if wrong:
         on_host = all(peak.fits for peak in certificate.device)
@@ -261,7 +265,7 @@ def solve_from(schedules: Iterable[Schedule], problem: Problem, options: SolveOp
         if schedule.placement is None or options.placements == "all":
             placed = schedule.placement.apply(problem) if schedule.placement else problem
             retimed = replace(schedule, problem=placed)
-            if not retimed.compiled.complaints:
+            if not STACKS[options.stack].first_fault(retimed):
                 start = merged(start, Result.from_schedule(retimed, options))
     *_, last = search(problem, options, start.schedule)
     return merged(start, last)

@@ -21,6 +21,7 @@ from optpipe.model.records import Document, Items
 
 METHOD = r"^[A-Za-z0-9:=,._-]{1,100}$"  # in a list of them
 Placements = Literal["keep", "all"]
+StackName = Literal["torch", "megatron", "primus", "optpipe"]
 
 
 def _at_commas(methods: Any) -> Any:
@@ -121,6 +122,8 @@ class SearchOptions(EffortOptions):
         "the layers split anew. Default: all if the problem has layers.",
     )
 
+    stack: StackName = Field(default="optpipe", description="Search only what torch, megatron or primus can run.")
+
     def placements_of(self, problem: Problem) -> Placements:
         """The stages that a search of this problem may choose."""
         return self.placements or ("all" if problem.layers else "keep")
@@ -146,6 +149,7 @@ class SearchArguments(TypedDict, total=False):
     solver: str
     milp_ops: int | None
     placements: Placements | None
+    stack: StackName
 
 
 class SolveOptions(SearchOptions):

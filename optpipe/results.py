@@ -134,7 +134,7 @@ class Result:
         if not shorter(ms, best_ms):
             return f"{where} no published schedule that fits is shorter ({method}: {ms:.6g} ms)"
         less = f", {1 - ms / best_ms:.1%} less" if self.schedule else ""
-        return f"{where} {method} takes {ms:.6g} ms{less}, with {self.other_stages.placement}"
+        return f"{where} {method} takes {ms:.6g} ms{less},{_with(self.other_stages.placement)}"
 
     @property
     def explanation(self) -> str | None:
@@ -179,7 +179,7 @@ class Result:
         """One line: `570 ms by lns, bubble 21.4%, gap 7.9% to the lower bound 525 ms for the stages as given`."""
         if self.schedule is None:
             return f"infeasible: {self.explanation}" if self.status == "infeasible" else self.explanation or NOTHING_YET
-        placed = f" with {self.schedule.placement}" if self.schedule.placement else ""
+        placed = _with(self.schedule.placement)
         line = f"{self.value_ms:.6g} ms by {self.method}{placed}, bubble {self.schedule.timeline.bubble:.1%}"
         if self.status == "optimal":
             line += f", proven optimal for {HOLDS_FOR[self.placements]}"
@@ -187,6 +187,11 @@ class Result:
             bound = f"the lower bound {self.lower_bound_ms:.6g} ms for {HOLDS_FOR[self.placements]}"
             line += f", gap {self.gap:.1%} to {bound}"
         return f"{line}; {self.advice}" if self.advice else line
+
+
+def _with(placement: Placement | None) -> str:
+    count = f" (of {sum(placement.layers)}: embedding and head count)" if placement and placement.layers else ""
+    return f" with {placement}{count}" if placement else ""
 
 
 def _as_json(placement: Placement | None) -> dict[str, Any] | None:

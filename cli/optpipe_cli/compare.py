@@ -18,7 +18,7 @@ from optpipe.files import read_text, write_file
 from optpipe.model.ops import Kind
 from optpipe.model.placement import NAMES
 from optpipe.model.problem import Problem, offload_ratio
-from optpipe.options import CompareOptions, Placements
+from optpipe.options import CompareOptions, Placements, StackName
 from optpipe.schedule import Schedule
 from optpipe.show.page import plot
 from optpipe.show.pareto import Point, chart
@@ -176,13 +176,16 @@ def gain_lines(before: Schedule, after: Schedule, objective: Objective = "makesp
     yield f"Why: within the same memory {does_otherwise} {waiting}."
 
 
-def best_published(problem: Problem, placements: Placements, objective: Objective) -> Schedule | None:
+def best_published(
+    problem: Problem, placements: Placements, objective: Objective, stack: StackName = "optpipe"
+) -> Schedule | None:
     """The shortest schedule of the other papers that fits a problem, which is not large, on the stages that may be
-    used."""
+    used, and that the training stack runs."""
     if len(problem.stages) * problem.microbatches > MOST_FORWARDS:
         return None
     others = (method for method in SYSTEMS if method not in solvers.installed().OWN)
-    return shortest_that_fits(problem, others, ("keep",) if placements == "keep" else ("keep", "all"), objective)
+    stages: tuple[Placements, ...] = ("keep",) if placements == "keep" else ("keep", "all")
+    return shortest_that_fits(problem, others, stages, objective, stack=stack)
 
 
 def try_(

@@ -56,6 +56,8 @@ def plan(
     json: Json = False,
 ) -> None:
     """`optpipe plan`."""
+    if stack == "primus":
+        raise InputError("stack = 'primus': plan for megatron, then optpipe solve problem.json --stack primus")
     run: dict[str, Any] = {"microbatches": 1, "sequence": sequence, "precision": precision, "attention": attention}
     run |= {"host_memory_bytes": host_bytes(host_memory_gb)}
     question = Question.from_dict(

@@ -16,7 +16,7 @@ from optpipe.show.pareto import Point, chart
 from optpipe.transformer.calibrate import UNEXPLAINED
 from optpipe.transformer.estimate import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
-from optpipe_solver.planner.candidate import Candidate, difference
+from optpipe_solver.planner.candidate import WHOLE, Candidate, difference
 from optpipe_solver.planner.candidates import Question, Running
 from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.settings import megatron, nemo, torchtitan
@@ -91,6 +91,8 @@ def _today(plan: Plan, today: Running) -> Iterator[str]:
     verdict = "fits" if today.fits else "runs out of memory"
     yield f"today {today.candidate}, {_layers(today.candidate)}"
     yield f"      not named, so what the stack does by default: {', '.join(today.assumed) or 'nothing'}"
+    if today.schedule.method.endswith(WHOLE):
+        yield "      split backwards would give wrong gradients with replicas, or recompute for each weight, in torch"
     yield (
         f"      {today.schedule.method}: {today.iteration_ms / S:.4g} s, {today.used_bytes / GB:.2f} GB of "
         f"{today.has_bytes / GB:.2f} GB: {verdict}"

@@ -16,8 +16,9 @@ from rich.text import Text
 from optpipe.anytime import Search, search
 from optpipe.comparison import is_search
 from optpipe.errors import OptPipeError
+from optpipe.formats.stacks import restricted
 from optpipe.model.problem import Problem
-from optpipe.options import SolveOptions
+from optpipe.options import SolveOptions, StackName
 from optpipe.results import Result
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.page import plot
@@ -45,7 +46,7 @@ def solve(
     json: Json = False,
 ) -> None:
     """`optpipe solve`."""
-    posed = Problem.load(problem)
+    posed = restricted(Problem.load(problem), options)
     start = Schedule.load(warm_start) if warm_start else None
     if not (json or sys.stderr.isatty()):  # a terminal shows more
         echo(f"searching, for {options.time_limit_s:g} s at most", err=True)
@@ -60,7 +61,7 @@ def solve(
     ):
         *_, result = running
     try:
-        _print_result(result, json, posed if is_search(options.method) else None)
+        _print_result(result, json, posed if is_search(options.method) else None, options.stack)
     finally:  # also if stdout is closed
         bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
         if result.schedule and output:
@@ -83,14 +84,14 @@ def usable_cache() -> Cache | None:
         return None
 
 
-def _print_result(result: Result, json: bool, searched: Problem | None) -> None:
-    """Print a result; of a problem that was `searched`, beside the best published schedule."""
+def _print_result(result: Result, json: bool, searched: Problem | None, stack: StackName) -> None:
+    """Print a result; of a problem that was `searched`, beside the best published schedule that the stack runs."""
     if json:
         print_json(result.to_dict())
         return
     echo(str(result))
     if result.schedule and searched:
-        before = best_published(searched, result.placements, result.objective)
+        before = best_published(searched, result.placements, result.objective, stack)
         where = " on the stages as given" if result.placements == "keep" else ""
         for line in gain_lines(before, result.schedule, result.objective, where) if before else ():
             print_table(line)

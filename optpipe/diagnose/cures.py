@@ -16,11 +16,11 @@ from optpipe.diagnose.lines import file_of, lines_of
 from optpipe.diagnose.losses import Losses
 from optpipe.diagnose.runs import ACTIVATION, Runs
 from optpipe.errors import OptPipeError
-from optpipe.formats.stacks import STACKS, StackName
+from optpipe.formats.stacks import STACKS
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
-from optpipe.options import SolveArguments
+from optpipe.options import SolveArguments, StackName
 from optpipe.schedule import Schedule
 
 SAMPLED = 5  # steps on which cures are predicted

@@ -11,8 +11,9 @@ from optpipe.diagnose.runs import Runs
 from optpipe.errors import OptPipeError
 from optpipe.formats import export, megatron
 from optpipe.formats.modules import TORCHTITAN, parts_of
-from optpipe.formats.stacks import STACKS, StackName
+from optpipe.formats.stacks import STACKS
 from optpipe.formats.torch_csv import schedule_placing
+from optpipe.options import StackName
 from optpipe.schedule import Schedule
 
 STACK_OF_FORM: dict[str, StackName] = {

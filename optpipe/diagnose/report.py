@@ -14,10 +14,10 @@ from optpipe.diagnose.lines import STACK_OF_FORM, some
 from optpipe.diagnose.losses import CAUSE, NAMES, Losses, explain
 from optpipe.diagnose.runs import Runs, collect_runs
 from optpipe.errors import InputError, did_you_mean
-from optpipe.formats.stacks import STACKS, StackName
+from optpipe.formats.stacks import STACKS
 from optpipe.measured.recording import Recording
 from optpipe.model.ops import Kind
-from optpipe.options import SolveArguments
+from optpipe.options import SolveArguments, StackName
 
 MOST_HELD = 1_000_000  # activations on a device
 

@@ -27,19 +27,37 @@ def write(schedule: Schedule) -> str:
     Raises InputError if Megatron has no such order; the sentence names the first op that differs. Raises ScheduleError
     if the schedule cannot run.
     """
-    problem = schedule.problem
-    require_one_route(problem, "Megatron")
+    problem, chunks = schedule.problem, _chunks(schedule)
+    require_stages(problem)
     require_runnable(schedule)
+    group = require_order(schedule)
+    arguments = [f"--pipeline-model-parallel-size {len(problem.devices)}"]
+    if problem.layers is not None:
+        arguments.append(f"--pipeline-model-parallel-layout {layout(problem)}")
+    elif chunks > 1:
+        arguments.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
+    if chunks > 1:
+        arguments.append(f"--microbatch-group-size-per-virtual-pipeline-stage {group}")
+    return "".join(f"{argument}\n" for argument in arguments)
+
+
+def require_stages(problem: Problem) -> None:
+    """Raises InputError unless stages are looped, as many on each rank."""
+    require_one_route(problem, "Megatron")
     ranks = len(problem.devices)
     for s, stage in enumerate(problem.stages):
         if stage.device != s % ranks:
             raise InputError(f"stages[{s}].device = {stage.device}: Megatron has stage {s} on rank {s % ranks}; {OURS}")
     if len(problem.stages) % ranks:
         raise InputError(f"{len(problem.stages)} stages on {ranks} devices: in Megatron all ranks have as many; {OURS}")
-    arguments = [f"--pipeline-model-parallel-size {ranks}"]
+
+
+def require_order(schedule: Schedule) -> int:
+    """The size of the groups in whose order the schedule is Megatron's. Raises InputError that names the first op that
+    differs, such as an offload."""
     chunks, group = _chunks(schedule), _group(schedule)
     if group is None:
-        m = problem.microbatches
+        m, ranks = schedule.problem.microbatches, len(schedule.problem.devices)
         raise InputError(f"microbatches = {m}: with {chunks} chunks a rank Megatron needs at least {ranks}; {OURS}")
     if difference := _difference(schedule, group):
         d, item, expected = difference
@@ -48,13 +66,7 @@ def write(schedule: Schedule) -> str:
         raise InputError(
             f"device {d} has {item or 'no more ops'} where Megatron's {name} has {expected or 'none'}{advice}; {OURS}"
         )
-    if problem.layers is not None:
-        arguments.append(f"--pipeline-model-parallel-layout {layout(problem)}")
-    elif chunks > 1:
-        arguments.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
-    if chunks > 1:
-        arguments.append(f"--microbatch-group-size-per-virtual-pipeline-stage {group}")
-    return "".join(f"{argument}\n" for argument in arguments)
+    return group
 
 
 def layout(problem: Problem) -> str:
@@ -72,7 +84,7 @@ def layer_counts(problem: Problem) -> list[int]:
     for s, stage in enumerate(problem.stages):
         for end in range(first + 1, len(layers) + 1):
             sums = together(layers[first:end])
-            if problem.stack == "torch":  # which holds less on its first stage than the layers say
+            if problem.stack == "torch":  # rounded, or doubled, by stages and by layers
                 del sums["saved_for_weight_bytes"]
             if all(getattr(stage, name) == cost for name, cost in sums.items()):
                 break
@@ -113,12 +125,6 @@ def order(ranks: int, chunks: int, microbatches: int, group: int) -> Order:
         in_turn = chain.from_iterable(zip_longest(forwards[warm_up:], backwards))
         programs.append([*forwards[:warm_up], *(op for op in in_turn if op is not None)])
     return programs
-
-
-def has_order(schedule: Schedule) -> bool:
-    """Whether the schedule is Megatron's order, in groups of any size that it takes; one with offloads is not."""
-    group = _group(schedule)
-    return group is not None and _difference(schedule, group) is None
 
 
 def _chunks(schedule: Schedule) -> int:

@@ -24,7 +24,7 @@ from optpipe.formats.order import (
 )
 from optpipe.model.ops import BACKWARD, Kind, Op, Pair
 from optpipe.model.problem import Problem
-from optpipe.model.program import Program
+from optpipe.model.program import Program, of_kinds
 from optpipe.schedule import Schedule
 
 FORMAT = "optpipe.primus/1"
@@ -35,19 +35,9 @@ Node = list[Any]  # func_type, mini_batch, chunk, args
 
 def write(schedule: Schedule) -> str:
     """The table. Raises InputError if the launcher has no node for an op, ScheduleError if the schedule cannot run."""
-    require_one_route(schedule.problem, "Primus")
+    chunks = Chunks(schedule.problem)
     require_runnable(schedule)
-    # Stages take micro-batches from the data: the next one at each forward.
-    schedule = numbered_as_computed(schedule, 0, "Primus takes the data of")
-    for s in range(1, len(schedule.problem.stages)):
-        order = forwards_of(schedule, s)
-        if (later := np.flatnonzero(np.diff(order) < 0)).size:
-            first, second = order[later[0] : later[0] + 2].tolist()
-            raise InputError(
-                f"stage {s} computes micro-batch {first} before {second}, stage 0 after it: in Primus each forward "
-                "takes the next batch of the data, so all stages need one order"
-            )
-    chunks = _Chunks(schedule.problem)
+    schedule = numbered(schedule)
     document = {
         "format": FORMAT,
         "pp_size": chunks.ranks,
@@ -60,6 +50,29 @@ def write(schedule: Schedule) -> str:
     directions = [[{"F": chunks.direction(s, 1), "B": chunks.direction(s, -1)} for s in on] for on in chunks.on]
     lines += [f'"directions": [{_rows(directions)}]', f'"table": [{_rows(_table(schedule, chunks))}]']
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def numbered(schedule: Schedule) -> Schedule:
+    """The schedule with its micro-batches numbered as each stage takes them from the data: the next one at each
+    forward. Raises InputError if two stages differ, or micro-batches that differ would change names."""
+    schedule = numbered_as_computed(schedule, 0, "Primus takes the data of")
+    for s in range(1, len(schedule.problem.stages)):
+        order = forwards_of(schedule, s)
+        if (later := np.flatnonzero(np.diff(order) < 0)).size:
+            first, second = order[later[0] : later[0] + 2].tolist()
+            raise InputError(
+                f"stage {s} computes micro-batch {first} before {second}, stage 0 after it: in Primus each forward "
+                "takes the next batch of the data, so all stages need one order"
+            )
+    return schedule
+
+
+def require_order(schedule: Schedule) -> None:
+    """Raises InputError unless all stages have one order, and several looped ones of a rank whole backwards."""
+    numbered(schedule)
+    ranks, p = [stage.device for stage in schedule.problem.stages], len(schedule.problem.devices)
+    if ranks[:p] == ranks[p : 2 * p] and any(of_kinds(each.table, Kind.B).any() for each in schedule.programs):
+        raise InputError("Primus' 1f1b-interleaved, which has several looped stages a rank, splits no backward")
 
 
 def as_run(schedule: Schedule) -> Schedule:
@@ -77,10 +90,11 @@ def as_run(schedule: Schedule) -> Schedule:
     return replace(schedule, programs=tuple(programs))
 
 
-class _Chunks:
-    """Stages as Primus numbers them: by rank and chunk."""
+class Chunks:
+    """Stages as Primus numbers them: by rank and chunk. Raises InputError if it has no such stages."""
 
     def __init__(self, problem: Problem) -> None:
+        require_one_route(problem, "Primus")
         on = [problem.stages_on(d) for d in range(len(problem.devices))]
         self.ranks, self.count = len(on), len(on[0])
         self.rank = [stage.device for stage in problem.stages]
@@ -105,7 +119,7 @@ class _Chunks:
         return [of[s + to] if s + to in ends else None for of in (self.rank, self.chunk) for to in (-step, step)]
 
 
-def _table(schedule: Schedule, chunks: _Chunks) -> list[list[Node]]:
+def _table(schedule: Schedule, chunks: Chunks) -> list[list[Node]]:
     """A message's two nodes stand at one place of the order that all ranks follow, behind its op, and have the number
     of the message as `time_step`: what differs in it the launcher does not send as one batch, whose order would be its
     own."""

@@ -1,21 +1,24 @@
-"""`STACKS`: what each training stack can run. A search for a stack is one for `Stack.restrict(problem)`."""
+"""`STACKS`: what each training stack can run. A search for a stack is one for `Stack.restrict(problem)`, of whose
+schedules it takes those without a `Stack.complaint`."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from optpipe.errors import OptPipeError
-from optpipe.formats import export
+from optpipe.errors import InputError
+from optpipe.formats import megatron, primus, torch_csv
+from optpipe.formats.torch_memory import as_torch_holds
 from optpipe.model.ops import Kind
 from optpipe.model.placement import MOST_CHUNKS, Shape
 from optpipe.model.problem import Problem
+from optpipe.model.program import of_kinds
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE, UPDATE, StageCosts, each_microbatch
+from optpipe.options import SearchOptions, SolveOptions, StackName
 from optpipe.schedule import Schedule
 
-StackName = Literal["torch", "megatron", "primus", "optpipe"]
 BACKWARDS = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 COSTS_OF = {Kind.O: OFFLOAD, Kind.C: (*RECOMPUTE, "levels"), Kind.E: EVICTION, Kind.G: UPDATE}  # fields of a stage
 
@@ -38,45 +41,71 @@ class Stack:
         By the shape of a placement: the most stages a device.
     file
         What has a schedule for it: how the file's name ends, and the form of `export`.
+    require_stages, require_order
+        Raise InputError if it has no such stages, or no such order of ops.
+    keeps_until_weight
+        Whether a B frees nothing (`as_torch_holds`).
     """
 
     own: Mapping[str, str]
     kinds: frozenset[Kind]
     shapes: Mapping[Shape, int]
     file: tuple[str, str]
+    require_stages: Callable[[Problem], object] = lambda _: None
+    require_order: Callable[[Schedule], object] = lambda _: None
     only_own: bool = False
     pairs: bool = True
     parts: bool = True
-
-    @property
-    def cannot(self) -> tuple[str, ...]:
-        """The fields of stages that cost ops which it does not have."""
-        return tuple(name for kind, names in COSTS_OF.items() if kind not in self.kinds for name in names)
+    keeps_until_weight: bool = False
 
     def places(self, chunks: int, shape: Shape) -> bool:
         """Whether its ranks can have so many stages each, of this shape."""
         return chunks <= self.shapes.get(shape, 0)
 
-    def restrict(self, problem: Problem) -> Problem:
-        """The problem without the ops that the stack does not have: each schedule of it is one of the problem."""
-        lost: dict[str, Any] = dict.fromkeys(self.cannot)
+    def makes(self, method: str) -> bool:
+        """Whether schedules of this method may be such that it runs them."""
+        return not self.only_own or method in ("auto", *self.own)
+
+    def restrict(self, problem: Problem, factor: float | None = None) -> Problem:
+        """The problem without the ops that the stack does not have, micro-batches that differ in the order of their
+        numbers, and with what it holds. Each schedule of it is one of the problem, its offloads in one part.
+
+        Raises InputError if the stack has no such stages. `factor` is that of `as_torch_holds`.
+        """
+        self.require_stages(problem)
+        lost: dict[str, Any] = {n: None for kind, names in COSTS_OF.items() if kind not in self.kinds for n in names}
         if not self.parts or Kind.O not in self.kinds:
             lost["offload_parts"] = 1
 
         def left(costs: StageCosts) -> StageCosts:
-            return costs.model_copy(update=lost)
+            levels = costs.levels
+            if Kind.O not in self.kinds:
+                levels = levels and tuple(level.model_copy(update=dict.fromkeys(OFFLOAD)) for level in levels)
+            return costs.model_copy(update={"levels": levels, **lost})
 
-        layers = problem.layers and tuple(map(left, problem.layers))
-        overlap = problem.overlap_factor if self.pairs else None
-        return problem.replace(stages=tuple(map(left, problem.stages)), layers=layers, overlap_factor=overlap)
+        if self != STACKS["optpipe"]:
+            problem = problem.replace(
+                stages=tuple(map(left, problem.stages)),
+                layers=problem.layers and tuple(map(left, problem.layers)),
+                overlap_factor=problem.overlap_factor if self.pairs else None,
+                fixed_order=problem.fixed_order or not problem.costs.are_equal,
+            )
+        return as_torch_holds(problem, factor) if self.keeps_until_weight else problem
 
     def complaint(self, schedule: Schedule) -> str | None:
-        """Why the stack cannot run a schedule; None if it can."""
+        """Why the stack cannot run a schedule that is valid; None if it can."""
         try:
-            export(schedule, "megatron" if self.only_own else self.file[1])
-        except OptPipeError as error:
+            self.require_stages(schedule.problem)
+            self.require_order(schedule)
+        except InputError as error:
             return str(error)
-        return None
+        if all(of_kinds(program.table, *self.kinds).all() for program in schedule.programs):
+            return None
+        return f"it has other ops than {', '.join(kind.name for kind in sorted(self.kinds))}"
+
+    def first_fault(self, schedule: Schedule) -> str | None:
+        """What is wrong with a schedule on its problem, or why the stack cannot run it; None if nothing is."""
+        return next(iter(schedule.compiled.complaints), None) or self.complaint(schedule)
 
 
 LOOPED = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
@@ -86,20 +115,27 @@ STACKS: dict[StackName, Stack] = {
         kinds=BACKWARDS,
         shapes={"looped": MOST_CHUNKS, "v": 2},
         file=(".csv", "torch-csv"),
+        require_stages=torch_csv.require_stages,
+        require_order=torch_csv.numbered,
+        keeps_until_weight=True,
     ),
     "megatron": Stack(
         own=LOOPED,
         kinds=frozenset({Kind.F, Kind.BW}),
         shapes={"looped": MOST_CHUNKS},
         file=(".json", "json"),  # optpipe_runtime.megatron.forward_backward_func runs it
+        require_stages=megatron.require_stages,
+        require_order=megatron.require_order,
         only_own=True,
         pairs=False,
     ),
     "primus": Stack(
         own=LOOPED,
         kinds=BACKWARDS | {Kind.O, Kind.D, Kind.R},
-        shapes={"looped": MOST_CHUNKS, "v": MOST_CHUNKS},
+        shapes={"looped": MOST_CHUNKS, "v": 2},
         file=(".primus.json", "primus"),
+        require_stages=primus.Chunks,
+        require_order=primus.require_order,
         pairs=False,
         parts=False,
     ),
@@ -110,6 +146,17 @@ STACKS: dict[StackName, Stack] = {
         file=(".json", "json"),
     ),
 }
+
+
+def restricted(problem: Problem, options: SearchOptions) -> Problem:
+    """The problem as the stack of the options runs it. Raises InputError if it has no such stages, or never runs what
+    the method makes."""
+    stack = STACKS[options.stack]
+    if isinstance(options, SolveOptions) and not stack.makes(options.method):
+        raise InputError(
+            f"method = {options.method!r}: {options.stack} has its own schedules only: auto, {', '.join(stack.own)}"
+        )
+    return stack.restrict(problem)
 
 
 def with_whole_backwards(problem: Problem) -> Problem:
@@ -123,4 +170,4 @@ def with_whole_backwards(problem: Problem) -> Problem:
         )
 
     layers = problem.layers and tuple(map(whole, problem.layers))
-    return problem.replace(stages=tuple(map(whole, problem.stages)), layers=layers, overlap_factor=None)
+    return problem.replace(stages=tuple(map(whole, problem.stages)), layers=layers, overlap_factor=None, stack=None)

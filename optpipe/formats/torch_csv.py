@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
     that the message is for: by the predicted times it has arrived then.
     """
     problem = schedule.problem
-    require_one_route(problem, "PyTorch's pipelining")
+    require_stages(problem)
     for d, program in enumerate(schedule.programs):
         if (unsaid := ~of_kinds(program.table, *LETTER, *(OFFLOAD if offloads else ()))).any():
             op = program.ops()[int(np.flatnonzero(unsaid)[0])]
@@ -73,8 +74,7 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
                 f"{op.kind.name}{hint(op)}"
             )
     require_runnable(schedule)
-    # It takes the j-th loss that the last stage computes for that of number j.
-    schedule = numbered_as_computed(schedule, len(problem.stages) - 1, "PyTorch finds the loss of")
+    schedule = numbered(schedule)
     devices = [stage.device for stage in problem.stages]
     # Parameters are gathered in the order in which a rank's stages are used, beside its first ops, and stay until the
     # stage's last gradient.
@@ -103,6 +103,15 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
             if op in last:
                 cells += [f"{op.stage}REDUCE_GRAD", *[f"{op.stage}WAIT_REDUCE_GRAD"] * waits, f"{op.stage}RESHARD"]
     return [cells + left for cells, left in zip(texts, arrived, strict=True)]
+
+
+require_stages = partial(require_one_route, where="PyTorch's pipelining")
+
+
+def numbered(schedule: Schedule) -> Schedule:
+    """The schedule with its micro-batches numbered as PyTorch numbers losses: the j-th that the last stage computes has
+    number j. Raises InputError if micro-batches that differ would change names."""
+    return numbered_as_computed(schedule, len(schedule.problem.stages) - 1, "PyTorch finds the loss of")
 
 
 def read(text: str, problem: Problem, what: str) -> Schedule:

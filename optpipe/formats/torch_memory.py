@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import ceil
-from typing import Any
 
 from optpipe.model.arrays import Table
 from optpipe.model.ops import Kind
@@ -21,8 +20,8 @@ from optpipe.schedule import Schedule
 
 
 def as_torch_holds(problem: Problem, factor: float | None = None) -> Problem:
-    """The problem with what PyTorch's own pipelining holds from B until W: the activation and gradients; on the first
-    stage the activation. Its schedules are schedules of the problem, with the same times.
+    """The problem with what PyTorch's own pipelining holds from B until W: the activation and gradients; on whatever is
+    the first stage the activation (`Problem.costs`). Its schedules are schedules of the problem, with the same times.
 
     What was computed or measured for it already (`stack`) is taken as it is.
 
@@ -37,17 +36,14 @@ def as_torch_holds(problem: Problem, factor: float | None = None) -> Problem:
     def held(activation: int, saved: int) -> int:
         return ceil(factor * activation) if factor else activation + max(activation, saved)
 
-    def costs(each: StageCosts, is_first: bool) -> Any:
-        activation, saved = each.activation_bytes, each.saved_for_weight_bytes
-        if is_first:
-            saved = activation
-        elif problem.stack is None:
-            saved = each_microbatch(held, activation, saved)
+    def costs(each: StageCosts) -> StageCosts:
+        saved = each_microbatch(held, each.activation_bytes, each.saved_for_weight_bytes)
         return each.model_copy(update={"saved_for_weight_bytes": saved})
 
-    stages = [costs(stage, s == 0) for s, stage in enumerate(problem.stages)]
-    layers = problem.layers and [costs(layer, n == 0) for n, layer in enumerate(problem.layers)]
-    return problem.replace(stages=stages, layers=layers, stack="torch")
+    if problem.stack == "torch":
+        return problem
+    layers = problem.layers and tuple(map(costs, problem.layers))
+    return problem.replace(stages=tuple(map(costs, problem.stages)), layers=layers, stack="torch")
 
 
 def in_torch(schedule: Schedule, keeps_buffers: bool, message_bytes: int | None) -> tuple[Schedule, tuple[str, ...]]:

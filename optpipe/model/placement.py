@@ -104,9 +104,12 @@ class Placement(Document):
         if problem.layers is None:
             if self.layers is not None:
                 raise InputError("placement.layers: the problem has none")
-            held = {d: [problem.stages[s] for s in route if problem.stages[s].device == d] for d in row}
-            chunk = {d: together(stages, self.chunks) for d, stages in held.items()}
-            costs = [chunk[d] for d in row]
+            of = [problem.stages[s] for s in route]
+            if problem.stack and self.chunks > 1:  # not all of the first stage stays first: where gradients are unknown
+                sizes = of[0].activation_bytes, of[0].saved_for_weight_bytes  # they count as much as the activation
+                held = each_microbatch(lambda size, saved: saved if saved > size else 2 * size, *sizes)
+                of[0] = of[0].model_copy(update={"saved_for_weight_bytes": held})
+            costs = [together([stage for stage in of if stage.device == d], self.chunks) for d in row]
         else:
             cuts = (0, *accumulate(self._layers_of(problem, len(row))))
             costs = [together(problem.layers[a:b]) for a, b in pairwise(cuts)]

@@ -60,7 +60,8 @@ class Problem(Document):
     layers
         The costs of the layers that the stages consist of, in order, so that a search may divide them anew.
     stack
-        "torch": `saved_for_weight_bytes` are what PyTorch's own pipelining holds. None: what OptPipe's runtime holds.
+        "torch": `saved_for_weight_bytes` are what PyTorch's own pipelining holds, where a stage is not the first one;
+        there it is the activation. None: what OptPipe's runtime holds.
     """
 
     WHAT = "problem"
@@ -222,8 +223,14 @@ class Problem(Document):
     @cached_property
     def costs(self) -> Costs:
         """The figures as numpy arrays."""
-        routes = self.microbatch_routes or [0] * self.microbatches
-        return Costs.from_records(self.devices, self.stages, self.all_routes, routes, self.p2p_ms, self.messages or ())
+        stages, routes = self.stages, self.microbatch_routes or [0] * self.microbatches
+        if self.stack == "torch":  # where nothing comes before a stage its B does nothing
+            later = {s for route in self.all_routes for s in route[1:]}
+            stages = tuple(
+                stage if s in later else stage.model_copy(update={"saved_for_weight_bytes": stage.activation_bytes})
+                for s, stage in enumerate(stages)
+            )
+        return Costs.from_records(self.devices, stages, self.all_routes, routes, self.p2p_ms, self.messages or ())
 
     @cached_property
     def shared_links(self) -> dict[str, tuple[int, ...]]:

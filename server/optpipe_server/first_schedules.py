@@ -21,6 +21,7 @@ import structlog
 from optpipe import solvers
 from optpipe.anytime import valid
 from optpipe.errors import InputError, OptPipeError
+from optpipe.formats.stacks import STACKS
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs, Request
@@ -128,6 +129,8 @@ class FirstSchedules:
         retimed = replace(schedule, problem=placed, placement=placement)
         if check(placed, retimed):
             return initial, Programs.from_schedule(retimed)
+        if STACKS[options.stack].complaint(retimed):
+            return initial, None
         return _better(initial, InitialResult(Result.from_schedule(retimed, options), source)), None
 
     def _cached(self, problem: Problem, options: SolveOptions, only_exact: bool) -> Result:
@@ -140,7 +143,7 @@ class FirstSchedules:
             except InputError as error:
                 log.warning("the cache cannot be used", why=str(error))
                 CACHE.labels("failed").inc()
-        if hit is None:
+        if hit is None or STACKS[options.stack].complaint(hit.schedule):
             return Result("unknown", objective=options.objective)
         bound_ms = hit.lower_bound_ms if options.placements == "keep" else None  # other stages may be faster
         return Result.from_schedule(hit.schedule, options, bound_ms)
@@ -162,24 +165,21 @@ def _better(former: InitialResult, new: InitialResult) -> InitialResult:
 def _verified(request: Request, answer: schedules.Answer) -> Result:
     """The last valid schedule of an answer, with its bound and what else it says."""
     bound_only = Result("unknown", objective=request.objective, lower_bound_ms=answer.lower_bound_ms)
-    other_stages: Schedule | None = None
+    stack, other_stages = STACKS[request.stack], None
     with suppress(OptPipeError):
         if answer.other_stages:
-            other_stages = valid(answer.other_stages.schedule, request.problem)
+            other_stages = valid(answer.other_stages.schedule, request.problem, stack)
+    keep = {"placement": None} if request.placements == "keep" else {}
     for frame in reversed(answer.incumbents):
         try:
-            programs = frame.schedule
-            if request.placements == "keep":
-                programs = programs.model_copy(update={"placement": None})
-            schedule = programs.schedule(request.problem, frame.method)
-            wrong = check(schedule.problem, schedule)
+            programs = frame.schedule.model_copy(update={"method": frame.method, **keep})
+            schedule = valid(programs, request.problem, stack)
         except OptPipeError as error:
-            wrong = [str(error)]
-        if not wrong:
-            result = Result.from_schedule(schedule, request, answer.lower_bound_ms, frame.method)
-            return replace(result, other_stages=other_stages)
-        log.warning("a first schedule was rejected", method=frame.method, why=wrong[0])
-        REJECTED.inc()
+            log.warning("a first schedule was rejected", method=frame.method, why=str(error))
+            REJECTED.inc()
+            continue
+        result = Result.from_schedule(schedule, request, answer.lower_bound_ms, frame.method)
+        return replace(result, other_stages=other_stages)
     if not answer.infeasible:
         return bound_only
     return replace(bound_only, status="infeasible", reason=answer.infeasible, remedies=answer.remedies)

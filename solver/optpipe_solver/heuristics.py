@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice, repeat, zip_longest
-from operator import add
 from typing import Protocol
 
 import numpy as np
@@ -19,12 +18,13 @@ from optpipe.dispatch.descents import SearchProgress, descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
+from optpipe.formats.stacks import with_whole_backwards
+from optpipe.formats.torch_memory import whole_backwards
 from optpipe.lift import TOLERANCE_MS
 from optpipe.model.arrays import Table
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, KIND, Program
-from optpipe.model.records import each_microbatch
+from optpipe.model.program import JOINED, Program
 from optpipe.schedule import Schedule, certify, check
 from optpipe_solver import systems, tuning
 from optpipe_solver.bounds.least_memory import Relief, reliefs
@@ -91,17 +91,7 @@ def _steps(problem: Problem, objective: Objective) -> Iterator[tuple[Simulator, 
     """Search in rules; where ops may run in pairs, or BW needs less memory, also with fused backwards, in turn."""
     problems = [problem]
     if problem.overlap_factor is not None or needs_fused(problem).any():  # B does what B and W do: more to pair with
-        fused = [
-            stage.model_copy(
-                update={
-                    "backward_input_ms": each_microbatch(add, stage.backward_input_ms, stage.backward_weight_ms),
-                    "backward_weight_ms": 0.0,
-                    "saved_for_weight_bytes": 0,
-                }
-            )
-            for stage in problem.stages
-        ]
-        problems.append(problem.replace(stages=fused))
+        problems.append(with_whole_backwards(problem))
     simulators = [Simulator(each, is_compiled=False) for each in problems]
     searches = [zip(repeat(each), descents(each, objective, seed=0), strict=False) for each in simulators]
     return filter(None, chain.from_iterable(zip_longest(*searches)))  # one may end before the other
@@ -114,12 +104,7 @@ def _shortest(objective: Objective, *schedules: Schedule | None) -> Schedule | N
 def _in_pairs_or_not(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
     """Yield a schedule of the problem, or of that with fused backwards, as one of the problem, then with pairs."""
     if schedule.problem is not problem:
-        programs = []
-        for program in schedule.programs:
-            table = program.table[program.table[:, KIND] != Kind.W].copy()
-            table[table[:, KIND] == Kind.B, KIND] = Kind.BW
-            programs.append(Program(table))
-        schedule = replace(schedule, problem=problem, programs=tuple(programs), rules=None)
+        schedule = replace(whole_backwards(schedule).on(problem), rules=None)
         if check(problem, schedule):
             return
     yield schedule

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from optpipe.errors import InputError, ScheduleError
-from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms, raises, reaches, shorter
-from optpipe.model.problem import Problem
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms, raises, reaches, shorter
+from optpipe.formats.stacks import STACKS
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver.schedule_facts import has_only_known_ops
@@ -33,6 +33,8 @@ class Incumbents:
     ----------
     emit
         Gets each better schedule and each better bound.
+    request
+        Of what problem. A schedule that its training stack cannot run is passed over.
     kinds
         Predicates: the best schedule of each kind is kept, too.
     hands_on_rules
@@ -46,10 +48,8 @@ class Incumbents:
         The published schedules that were offered.
     """
 
-    def __init__(
-        self, problem: Problem, objective: Objective, emit: Emit, *kinds: Predicate, hands_on_rules: bool = False
-    ) -> None:
-        self.problem, self.objective = problem, objective
+    def __init__(self, request: Request, emit: Emit, *kinds: Predicate, hands_on_rules: bool = False) -> None:
+        self.problem, self.objective, self._stack = request.problem, request.objective, STACKS[request.stack]
         self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
         self.tried: set[str] = set()
         self._emit, self._hands_on_rules = emit, hands_on_rules
@@ -59,7 +59,7 @@ class Incumbents:
     @classmethod
     def of_engine(cls, request: Request, emit: Emit, *kinds: Predicate) -> Incumbents:
         """The keeper of an engine. It begins with the warm start, unless models do not know its ops."""
-        incumbents = cls(request.problem, request.objective, emit, *kinds)
+        incumbents = cls(request, emit, *kinds)
         if request.warm_start is not None:
             with suppress(InputError):
                 start = request.warm_start.schedule(request.problem)
@@ -101,7 +101,7 @@ class Incumbents:
         """Keep a schedule if it is valid, and shorter than all before or than those of a kind.
 
         One that `is_own`, of the method that shows its own, is also kept if it is as short as the best of another one.
-        Returns what is wrong with the schedule; None if nothing is, or if it is no better.
+        Returns what is wrong with the schedule; None if nothing is, if it is no better, or not for the stack.
         """
         with self._lock:
             try:
@@ -115,6 +115,8 @@ class Incumbents:
                 return None
             if wrong := check(self.problem, schedule):
                 return wrong[0]
+            if self._stack.complaint(schedule):
+                return None
             if self._hands_on_rules and schedule.rules is None and self.best is not None and self.best.rules:
                 schedule = replace(schedule, rules=self.best.rules)
             kept = _Kept(schedule, ms)

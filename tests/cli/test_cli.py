@@ -203,6 +203,7 @@ WRONG = {
     f"{PLAN} --today 'pp four'": "today = 'pp four': 'pp four' is neither a number of tp",
     f"{PLAN} --today 'pp 3'": "today = 'pp 3': tp 1 · pp 3 · cp 1 · dp 1 are 3 GPUs, there are 4",
     f"{PLAN} --stack jax": "plan: stack = 'jax'",
+    f"{PLAN} --stack primus": "stack = 'primus': plan for megatron, then optpipe solve",
     "calibrate --gpu A100 --from latin.csv": "latin.csv: no text in UTF-8",
     "calibrate --gpu A100 --device tpu": "--device = tpu: expected cuda, cuda:N or cpu",
     "calibrate --gpu A100 --device cuda:99": "--device = cuda:99: torch ",

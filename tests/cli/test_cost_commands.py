@@ -174,7 +174,8 @@ def test_a_run_that_is_out_of_memory_is_planned_anew(run: Run, model):
         r"^      1f1b: [\d.]+ s, ([\d.]+) GB of ([\d.]+) GB: runs out of memory$", out, re.M
     ).groups()
     assert float(needed) > float(had)
-    assert "      not named, so what the stack does by default: dp 1, cp 1, sequences 1" in out
+    assumed = "cp 1, zero 0, chunks 1, sequences 1, recompute none, 1f1b"
+    assert f"      not named, so what the stack does by default: {assumed}\n" in out, "dp follows from the GPUs"
     assert re.search(r"^fits  yes", out, re.M)
 
 

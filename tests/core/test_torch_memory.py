@@ -11,6 +11,7 @@ from support.problems.units import ACTIVATION, units
 from optpipe import Schedule, as_torch_holds, certify, check, leave_out_offload, whole_backwards
 from optpipe.formats import export
 from optpipe.model.ops import Kind
+from optpipe.model.placement import Placement, Shape
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run
@@ -81,12 +82,42 @@ def test_what_is_held_until_w_by_factor_of_the_model(factor: float | None, held:
     layers = [problems.stage((1, 1, 1), (50, 10)), problems.stage((1, 1, 1), (100, [10, 150]))]
     problem = problems.pipeline(2, 2, 1000, problems.stage((1, 1, 1), (100, 4)), layers=layers)
     torch = as_torch_holds(problem, factor)
-    assert [stage.saved_for_weight_bytes for stage in torch.stages] == [100, held]
+    assert [stage.saved_for_weight_bytes for stage in torch.stages] == [held, held]
+    assert torch.costs.saved_for_weight[:, 0].tolist() == [100, held]
     assert torch.layers is not None
     of_layer = (held, held if factor else 250)  # what is computed again is not among what F saves
-    assert [layer.saved_for_weight_bytes for layer in torch.layers] == [50, of_layer]
+    assert [layer.saved_for_weight_bytes for layer in torch.layers] == [held // 2, of_layer]
     measured = problem.replace(stack="torch", layers=None)
-    assert [stage.saved_for_weight_bytes for stage in as_torch_holds(measured).stages] == [100, 4]
+    assert as_torch_holds(measured) == measured
+    assert measured.costs.saved_for_weight[:, 0].tolist() == [100, 4]
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(st.data())
+def test_certificates_on_other_stages_are_what_torch_holds_there(data: st.DataObject) -> None:
+    """Another stage may be the first one. By layers it is a little more where what is computed again counts."""
+    whole = st.integers(1, 40)
+    costs = [(size, data.draw(st.integers(0, size))) for size in data.draw(st.lists(whole, min_size=4, max_size=8))]
+    layers = [problems.stage((1, 1, 1), each) for each in costs] if data.draw(st.booleans()) else None
+    stages = [problems.stage((1, 1, 1), (24 * size, 24)) for size in data.draw(st.tuples(whole, whole))]
+    problem = problems.pipeline(2, 4, 10**6, stages)
+    if layers:
+        problem = Placement.balanced(problem.replace(layers=layers), 1).apply(problem.replace(layers=layers))
+    shape: Shape = data.draw(st.sampled_from(["looped", "v"]))
+    placement = Placement.balanced(problem, 2, shape)
+    schedule = data.draw(strategies.schedules(placement.apply(problem)))
+    held = peaks_in_torch(leave_out_offload(schedule))
+    measured = problem.replace(
+        stack="torch",
+        stages=[
+            s.model_copy(update={"saved_for_weight_bytes": s.activation_bytes * (1 + (i > 0))})
+            for i, s in enumerate(problem.stages)
+        ],
+        layers=None,
+    )
+    for torch in (as_torch_holds(problem), *([] if layers else [measured])):
+        certified = certify(placement.apply(torch), schedule).device
+        assert [peak.bytes for peak in certified] == held
 
 
 @pytest.mark.parametrize(("recompute", "kept"), [("none", 32), ("full", 2)])

@@ -19,6 +19,8 @@ from support.service.rest import PROBLEM, submit, until_cached, until_over, unti
 
 from optpipe import Schedule, ScheduleFile, check, export_schedule
 from optpipe.evaluate.objective import TOLERANCE
+from optpipe.formats.stacks import STACKS
+from optpipe.model.placement import rechunk
 from optpipe.schedule import timed_ops
 from optpipe_server import Settings
 from optpipe_server.http import service
@@ -119,6 +121,26 @@ def test_other_costs(client: httpx.Client) -> None:
     old = client.get(job["best"]["url"]).json()
     assert old == job["best"], "what was found for the costs before stays as it was"
     assert until_over(client, job)["state"] == "done"
+
+
+def test_a_job_for_a_stack_has_the_problem_that_the_stack_runs(client: httpx.Client) -> None:
+    """Without offloads and with what torch holds, also for other costs. What no stack runs is refused at once."""
+    job = until_cached(client, submit(client, method="auto", stack="torch"))
+    posed, slower = map(STACKS["torch"].restrict, (chain(), chain(forward=1.2)))
+    assert posed.stages[0].offload_ms is None
+    assert (job["options"]["stack"], job["problem_sha256"]) == ("torch", posed.sha256)
+    assert job["best"]["schedule"]["problem"] == posed.to_dict()
+    reply = client.post(f"{job['url']}/problem", json={"problem": chain(forward=1.2).to_dict()})
+    assert reply.json()["problem_sha256"] == slower.sha256
+    assert until_over(client, job)["state"] == "done"
+    both_ways = rechunk(chain(), 1, "bidirectional").to_dict()
+    for problem, options, said in (
+        (both_ways, {"stack": "torch"}, "in PyTorch's pipelining every micro-batch passes all stages in order"),
+        (chain().to_dict(), {"stack": "megatron", "method": "lns"}, "megatron has its own schedules only"),
+        (chain().to_dict(), {"stack": "jax"}, "stack"),
+    ):
+        refused = client.post("/v1/jobs", json={"problem": problem, **options})
+        assert (refused.status_code, said in refused.text) == (422, True), refused.text
 
 
 def test_another_problem_is_another_job(client: httpx.Client) -> None:

@@ -266,7 +266,7 @@ def test_solve_writes_what_check_accepts_for_the_problem_asked_about(command):
     code, out, _ = command(*solve, "-o", "s.json")
     placed = Schedule.load("s.json").placement
     assert code == 0
-    assert f" with {placed}, bubble " in out
+    assert f" with {placed} (of 11: embedding and head count), bubble " in out
     assert sum(placed.layers) == 11
     assert command("check", "p.json", "s.json")[0] == 0
     figures = json.loads(command(*solve, "--json", "-o", "s.json")[1])

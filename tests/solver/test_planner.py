@@ -143,6 +143,40 @@ def test_what_is_not_named_of_today_is_the_stacks_default() -> None:
     assert "--expert-tensor-parallel-size 1" in flags
 
 
+def test_nothing_leaves_to_the_host_where_that_is_not_allowed() -> None:
+    """Nor do checkpoints."""
+    for offload in (True, False):
+        problem = candidates(question(9 * RESERVED, offload=offload))[0].problem
+        each = [*problem.stages, *(problem.layers or ())]
+        assert {costs.can_offload or costs.can_offload_checkpoints for costs in each} == {offload}
+        assert any(costs.can_recompute for costs in each)
+
+
+@pytest.mark.parametrize("text", ["pp 2, zb-h1", "pp 4, zb-h1, recompute full"])
+def test_what_torch_cannot_split_today_is_named_and_predicted_whole(text: str) -> None:
+    asked = question(9 * RESERVED, stack="torch", batch=16)
+    found = running(Today.read(text), asked)
+    assert found.schedule.method == "zb-h1 with whole backwards"
+    assert not any(op.kind in (Kind.B, Kind.W) for program in found.schedule.programs for op in program.ops())
+    assert found.schedule.problem.stack == "torch"
+    alone = running(Today.read("pp 4, zb-h1"), asked)
+    assert alone.schedule.method == "zb-h1"
+    assert any(op.kind is Kind.W for program in alone.schedule.programs for op in program.ops())
+
+
+@pytest.mark.parametrize(
+    ("text", "assumed"),
+    [
+        ("pp 2, zb-h1", "tp 1, cp 1, zero 1, chunks 1, sequences 1, recompute none"),
+        ("pp 2, interleaved, sequences 2", "tp 1, cp 1, zero 1, chunks 2, recompute none"),
+        ("tp 2, dp 2, cp 1, zero 1, recompute full", "pp 1, sequences 1, 1f1b"),
+    ],
+)
+def test_all_that_is_not_named_of_today_is_listed(text: str, assumed: str) -> None:
+    """But dp, which follows from the GPUs."""
+    assert running(Today.read(text), question()).assumed == tuple(assumed.split(", "))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -212,7 +246,8 @@ def test_torch_splits_no_backward_of_replicas_and_holds_gradients_until_w() -> N
             assert problem.stack == "torch"
             for s, stage in enumerate(problem.stages):
                 factor = candidate.estimate.torch_factor if s else 1.0
-                assert stage.saved_for_weight_bytes == pytest.approx(factor * stage.activation_bytes, rel=1e-6)
+                held = problem.costs.saved_for_weight[s, 0]
+                assert held == pytest.approx(factor * stage.activation_bytes, rel=1e-6)
     assert (True, False) in seen
     assert (True, True) not in seen
     alone = next(c for c in candidates(question(9 * RESERVED, stack="torch")) if c.division == (1, 4, 1, 1, 1))

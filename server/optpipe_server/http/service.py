@@ -16,6 +16,7 @@ import structlog
 from sqlalchemy import Row
 
 from optpipe.errors import InputError
+from optpipe.formats.stacks import restricted
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
@@ -130,8 +131,9 @@ class Service:
         if former:
             return former, False
         self.database.require_same_file()
-        problem, file = submission.problem, submission.warm_start
-        options = SolveOptions(**submission.arguments()).for_problem(problem)
+        options, file = SolveOptions(**submission.arguments()), submission.warm_start
+        problem = restricted(submission.problem, options)
+        options = options.for_problem(problem)
 
         def warm_start() -> Schedule:  # for the problem, or for its placement if the job may choose one
             assert file is not None
@@ -165,10 +167,10 @@ class Service:
         """
         most = self.settings.open_jobs
         for _ in range(TRIES):
-            job, best = await self.query(lambda: self._best_for(job_id, problem))
+            job, posed, best = await self.query(lambda: self._best_for(job_id, problem))
             deadline = time.monotonic() + self.settings.first_schedule_s
-            initial = await self.first_schedules.find(problem, options_of(job), best, "carried", deadline)
-            change = partial(self.jobs.change_problem, job_id, problem, initial, seen=job.last_seq, most_open=most)
+            initial = await self.first_schedules.find(posed, options_of(job), best, "carried", deadline)
+            change = partial(self.jobs.change_problem, job_id, posed, initial, seen=job.last_seq, most_open=most)
             with suppress(StaleError):  # an incumbent has come in, from which the new problem would have to start
                 await self.query(change)
                 INCUMBENTS.inc(initial.best.schedule is not None)
@@ -176,10 +178,11 @@ class Service:
                 return
         raise ConflictError("Better schedules come in faster than the problem can be changed; try again.")
 
-    def _best_for(self, job_id: str, problem: Problem) -> tuple[Row[Any], ReadSchedule | None]:
-        """The job, and what reads its last schedule with the new costs. Raises `ConflictError` if the structure
-        changed."""
+    def _best_for(self, job_id: str, problem: Problem) -> tuple[Row[Any], Problem, ReadSchedule | None]:
+        """The job, its problem with the new costs, and what reads its last schedule with them. Raises `ConflictError`
+        if the structure changed."""
         job = self.jobs.job(job_id)
+        problem = restricted(problem, options_of(job))
         if is_cancelled(job):
             raise ConflictError(CANCELLED_DETAIL)
         former = Problem.from_json(self.jobs.problem(job))
@@ -189,5 +192,5 @@ class Service:
             )
         last = self.jobs.incumbent(job_id, job.last_seq)
         if last is None:
-            return job, None
-        return job, lambda: Programs.model_validate_json(last.programs).schedule(problem, last.method)
+            return job, problem, None
+        return job, problem, lambda: Programs.model_validate_json(last.programs).schedule(problem, last.method)

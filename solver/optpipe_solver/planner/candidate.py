@@ -10,8 +10,8 @@ from statistics import mean
 from typing import NamedTuple
 
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
-from optpipe.formats.stacks import with_whole_backwards
-from optpipe.formats.torch_memory import as_torch_holds, whole_backwards
+from optpipe.formats.stacks import STACKS, Stack, with_whole_backwards
+from optpipe.formats.torch_memory import whole_backwards
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind
 from optpipe.model.placement import NAMES
@@ -24,6 +24,7 @@ from optpipe.transformer.estimate import MEASURED_PEAKS, Estimate
 from optpipe.transformer.gpu import Gpu
 from optpipe_solver.bounds.least_memory import least_memory
 
+WHOLE = " with whole backwards"  # of a method that splits them elsewhere
 ROOMY = 2**50  # bytes, more than any GPU needs
 PARTS = {
     "matmuls": "matmuls",
@@ -41,10 +42,8 @@ class Candidate:
 
     Attributes
     ----------
-    cannot
-        The fields of stages that a schedule may not use.
-    in_torch
-        Whether PyTorch's own pipelining runs it.
+    runs
+        What the training stack can run.
     bound_ms
         No iteration without evictions is shorter; `NO_SCHEDULE_MS` if memory admits none.
     schedule
@@ -56,8 +55,7 @@ class Candidate:
     """
 
     estimate: Estimate
-    cannot: tuple[str, ...] = ()
-    in_torch: bool = False
+    runs: Stack = STACKS["optpipe"]
     bound_ms: float = 0.0
     schedule: Schedule | None = None
     start: Schedule | None = None
@@ -135,7 +133,7 @@ class Candidate:
         """Whether no backward may be split: in PyTorch's pipelining replicas then lose gradients, in DDP and where FSDP
         has parts of a stage, and what is recomputed is computed again for each weight."""
         degrees, run = self.estimate.parallelism, self.estimate.run
-        return self.in_torch and (degrees.dp * degrees.cp > 1 or run.recompute != "none")
+        return self.runs.keeps_until_weight and (degrees.dp * degrees.cp > 1 or run.recompute != "none")
 
     @cached_property
     def problem(self) -> Problem:
@@ -164,18 +162,17 @@ class Candidate:
 
     def _posed(self, problem: Problem) -> Problem:
         """The problem of which every schedule is one for the stack."""
-        return with_whole_backwards(self._allowed(problem)) if self.has_whole_backwards else self._allowed(problem)
+        allowed = self.runs.restrict(problem, self.estimate.torch_factor)
+        return with_whole_backwards(allowed) if self.has_whole_backwards else allowed
 
-    def _allowed(self, problem: Problem) -> Problem:
-        """The problem without what a schedule may not use."""
-        if self.in_torch:
-            problem = as_torch_holds(problem, self.estimate.torch_factor)
-        if not self.cannot:
-            return problem
-        without = dict.fromkeys(self.cannot)
-        each = {"stages": problem.stages, "layers": problem.layers or ()}
-        fields = {name: tuple(costs.model_copy(update=without) for costs in those) for name, those in each.items()}
-        return problem.model_copy(update=fields)
+    def as_run(self, schedule: Schedule) -> Schedule:
+        """The schedule, with whole backwards where none may be split."""
+        if not self.has_whole_backwards:
+            return schedule
+        problem = self.runs.restrict(self.estimate.problem, self.estimate.torch_factor)
+        split = any(of_kinds(program.table, Kind.W).any() for program in schedule.programs)
+        method = f"{schedule.method}{WHOLE}" if split else schedule.method
+        return replace(whole_backwards(schedule).on(problem), method=method)
 
     def used_bytes(self, schedule: Schedule) -> list[int]:
         """What each GPU holds at its fullest, state, workspace and reserve included."""
@@ -192,10 +189,7 @@ class Candidate:
 
     def take(self, schedule: Schedule) -> bool:
         """Keep what fits. Returns whether it is the best so far."""
-        if self.has_whole_backwards:
-            split = any(of_kinds(program.table, Kind.W).any() for program in schedule.programs)
-            method = f"{schedule.method} with whole backwards" if split else schedule.method
-            schedule = replace(whole_backwards(schedule).on(self._allowed(self.estimate.problem)), method=method)
+        schedule = self.as_run(schedule)
         if schedule.compiled.complaints:
             return False
         better = self.with_step_end(schedule.makespan_ms) < self.iteration_ms

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Annotated, Any, Literal
 
@@ -16,9 +16,10 @@ from pydantic import Field
 
 from optpipe.errors import InputError
 from optpipe.formats.stacks import STACKS
+from optpipe.model.ops import Kind
 from optpipe.model.placement import Shape, even_cuts
 from optpipe.model.problem import MAX_MICROBATCHES
-from optpipe.model.records import OFFLOAD, Document
+from optpipe.model.records import Document
 from optpipe.schedule import Schedule
 from optpipe.transformer.estimate import Estimate, estimate, even_layers
 from optpipe.transformer.gpu import Gpu
@@ -65,14 +66,12 @@ class Question(Document):
     offload: bool = True
     stack: Stack = "optpipe"
 
-    @property
-    def cannot(self) -> tuple[str, ...]:
-        """The fields of stages that say what a schedule may not use."""
-        return STACKS[self.stack].cannot or (() if self.offload else OFFLOAD)
-
     def candidate(self, estimated: Estimate) -> Candidate:
         """One way to train the model with the stack."""
-        return Candidate(estimated, self.cannot, self.stack == "torch")
+        runs = STACKS[self.stack]
+        return Candidate(
+            estimated, runs if self.offload else replace(runs, kinds=runs.kinds - {Kind.O, Kind.D, Kind.R})
+        )
 
     @property
     def usable(self) -> Gpu:
@@ -237,12 +236,13 @@ class Today:
     degrees: Mapping[str, int]
     method: str = "1f1b"
     recompute: Recompute = "none"
+    assumed: tuple[str, ...] = ()  # of these two, those that are not named
 
     @classmethod
     def read(cls, text: str) -> Today:
         """Read parts with commas between. Raises InputError for one that is none of them."""
         degrees: dict[str, int] = {}
-        method, recompute = "1f1b", LEVELS[0]
+        method = recompute = None
         for part in (part.strip().lower() for part in text.split(",")):
             if found := _PART.fullmatch(part):
                 degrees[found[1]] = int(found[2])
@@ -255,7 +255,8 @@ class Today:
                     f"today = {text!r}: {part!r} is neither a number of {', '.join(DEGREES)} such as pp 4, nor a "
                     f"published schedule such as 1f1b, nor recompute {', '.join(LEVELS)}"
                 )
-        return cls(text, degrees, method, recompute)
+        assumed = (*[f"recompute {LEVELS[0]}"] * (recompute is None), *["1f1b"] * (method is None))
+        return cls(text, degrees, method or "1f1b", recompute or LEVELS[0], assumed)
 
     def estimates(self, question: Question) -> Iterator[Estimate]:
         """Yield the estimates of the stages that the schedule may be for. Raises InputError if there is no such
@@ -300,7 +301,7 @@ class Running:
     has_bytes
         The GPU's memory.
     assumed
-        What was not named, such as `cp 1`.
+        What was not named, such as `cp 1`, so that it is what the stack does by default; dp follows from the GPUs.
     """
 
     candidate: Candidate
@@ -325,11 +326,12 @@ def running(today: Today, question: Question) -> Running:
         ample = question.candidate(estimated.with_memory(ROOMY))
         with suppress(InputError):  # not a schedule of these stages
             if SYSTEMS[today.method].placement(ample.problem, "keep") is None:
-                schedule = generate(today.method, ample.problem)
+                schedule = ample.as_run(generate(today.method, ample.problem))
                 needs = max(ample.used_bytes(schedule))
                 has = estimated.parallelism.model_dump() | {"sequences": estimated.run.microbatch_size}
-                names = ("tp", "pp", "dp", "cp", *["ep"] * (question.model.experts > 0), "sequences")
-                assumed = tuple(f"{name} {has[name]}" for name in names if name not in today.degrees)
+                without = {"dp", *["ep"] * (not question.model.experts), *["chunks"] * (has["pp"] == 1)}
+                names = [name for name in DEGREES if name not in {*today.degrees, *without} and has[name] is not None]
+                assumed = (*(f"{name} {has[name]}" for name in names), *today.assumed)
                 candidate = question.candidate(estimated)
                 return Running(candidate, schedule, needs, question.gpu.memory_bytes, assumed)
     assert estimated

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
-from optpipe.formats.megatron import has_order
 from optpipe.formats.stacks import STACKS
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -176,16 +175,11 @@ class PlanSearch:
         self._examine(today)
         if today.bound_ms < NO_SCHEDULE_MS:
             self._take(today, runs.schedule.on(today.problem))
-        seconds = tuning.PUBLISHED_SHARE / 2 * self._clock.left_s
-        clock = Clock(seconds, counts=True, wall_s=seconds, whole=self._clock)
-        shortest = NO_SCHEDULE_MS  # of what is divided so, though other divisions may be better
-        for candidate in (c for c in self.candidates if c.division == today.division):
-            if not clock.over and shorter(candidate.bound_ms, shortest):
+        clock = self._counting(tuning.PUBLISHED_SHARE / 2, tuning.PUBLISHED_SHARE / 2)
+        for candidate in (c for c in self.candidates if c.division == today.division):  # though others may be better
+            if not clock.over and self.may_win(candidate):
                 self._examine(candidate)
-                for schedule in published(candidate, self.question.stack) if candidate.bound_ms < shortest else ():
-                    clock.count(_ops(candidate) // tuning.PUBLISHED_SPEED)
-                    self._take(candidate, schedule)
-                shortest = min(shortest, candidate.iteration_ms)
+                self._try_published(candidate, clock)
         return replace(runs, candidate=today)
 
     def cancel(self) -> None:
@@ -354,7 +348,7 @@ def published(candidate: Candidate, stack: Stack) -> Iterator[Schedule]:
             if SYSTEMS[name].placement(problem, "keep") is None:
                 schedule = generate(name, problem)
                 _ = schedule.makespan_ms
-                if not runs.only_own or has_order(schedule):  # groups that m does not divide are ours alone
+                if runs.complaint(schedule) is None:  # in Megatron, groups that m does not divide are ours alone
                     yield schedule
         except OptPipeError:  # the paper excludes the problem, or the schedule cannot run
             continue

@@ -10,6 +10,7 @@ from threading import RLock
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, raises, reaches, shorter
+from optpipe.formats.stacks import STACKS
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
@@ -89,7 +90,8 @@ class Contenders:
             shapes: list[tuple[int, Shape]] = [(1, "looped"), *product(range(2, tuning.CHUNKS + 1), SHAPES)]
             if problem.overlap_factor is not None:  # two ways pay where a forward runs beside a backward
                 shapes.append((1, "bidirectional"))
-            for chunks, shape in shapes:
+            stack = STACKS[self._request.stack]
+            for chunks, shape in (each for each in shapes if stack.places(*each)):
                 with suppress(InputError):  # fewer layers than stages
                     self.add_new([Placement.balanced(problem, chunks, shape)])
         start = self._request.warm_start

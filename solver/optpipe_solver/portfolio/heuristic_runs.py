@@ -7,6 +7,8 @@ from functools import cached_property
 from math import inf
 
 from optpipe.errors import OptPipeError
+from optpipe.evaluate.objective import NO_SCHEDULE_MS
+from optpipe.formats.stacks import STACKS
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Note, Request
 from optpipe.reuse import MOST_SIMULATED, RulesSearch
@@ -42,7 +44,7 @@ class HeuristicRuns:
         self, request: Request, system: Schedule | None, incumbents: Incumbents, clock: Clock, emit: Emit
     ) -> None:
         self._request, self._system, self._incumbents = request, system, incumbents
-        self._clock, self._emit = clock, emit
+        self._clock, self._emit, self._stack = clock, emit, STACKS[request.stack]
         self._ops = count_ops(request.problem)  # handled for one schedule
         self._published = self.published() if request.method in ("auto", *ENGINES) else iter(())
 
@@ -53,7 +55,8 @@ class HeuristicRuns:
         for _ in self._published:
             if not are_all and (self._incumbents.best is not None or self._is_half_over):
                 break
-        if self._request.method in ("auto", *ENGINES) and self._incumbents.best is None:
+        tries_any = self._request.method in ("auto", *ENGINES) and not self._stack.only_own
+        if tries_any and self._incumbents.best is None:
             self._next("naive", STREAMS["naive"](self._request.problem, self._request.objective))
 
     def run(
@@ -63,8 +66,15 @@ class HeuristicRuns:
         alone; yield after each. By default it is what the request names, or `tuning.HEURISTIC`.
 
         After the first one come the published systems that were not tried, unless that takes half of the time. It is
-        not over before there is any schedule, and one of this heuristic.
+        not over before there is any schedule, and one of this heuristic. A stack that runs only its own schedules gets
+        all of these, and nothing else.
         """
+        if self._stack.only_own and self._system is None:
+            yield from self._published
+            if self._incumbents.best is None:
+                names = ", ".join(self._stack.own)
+                self._emit(Note(text=f"{self._request.stack} runs {names} only, none of which fits these stages"))
+            return
         request, clock, incumbents = self._request, self._clock.share(share), self._incumbents
         name = name or (tuning.HEURISTIC if request.method in ("auto", *ENGINES) else request.method)
         system = iter([self._system]) if self._system else None
@@ -103,6 +113,8 @@ class HeuristicRuns:
     def by_rules(self, most: int = MOST_SIMULATED, until: float = inf) -> float:
         """Offer what a compiled list scheduler finds by rules when so many ops are simulated in all, by default in some
         50 ms, or at a moment of `time.monotonic`. Returns how long that is."""
+        if self._stack.only_own:
+            return NO_SCHEDULE_MS
 
         def shortest() -> Iterator[Schedule]:
             if schedule := self._rules_search.go_on(most, until):
@@ -126,7 +138,7 @@ class HeuristicRuns:
 
     def offer_published(self, method: str) -> None:
         """Offer a published system in every order in which micro-batches may enter, unless that was done before."""
-        if method in self._incumbents.tried:
+        if method in self._incumbents.tried or not self._stack.makes(method):
             return
         self._incumbents.tried.add(method)
         try:

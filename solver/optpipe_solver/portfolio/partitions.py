@@ -13,7 +13,7 @@ from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms, sho
 from optpipe.model.arrays import Floats
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
-from optpipe.model.records import StageCosts
+from optpipe.model.records import COMPUTE_MS, StageCosts
 from optpipe.process.protocol import Request
 from optpipe_solver import tuning
 from optpipe_solver.bounds import trivial_bound
@@ -49,8 +49,8 @@ def partition_of_stages(problem: Problem) -> Placement | None:
 
 def mismatch(problem: Problem) -> str | None:
     """Say where layers and stages do not add up to the same model for some micro-batch; None if they do."""
-    names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes", "saved_for_weight_bytes")
-    for name in names:
+    names = *COMPUTE_MS, "activation_bytes", "saved_for_weight_bytes"
+    for name in names[:-1] if problem.stack else names:  # a stage and its layers may differ in what torch holds till W
         layers, stages = (
             np.sum([np.broadcast_to(getattr(costs, name), problem.microbatches) for costs in these], axis=0)
             for these in (problem.layers or (), problem.stages)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
+from optpipe.formats.stacks import STACKS
 from optpipe.process.child import Child
 from optpipe.process.protocol import Note, Request
 from optpipe_solver import engines, tuning
@@ -54,12 +55,14 @@ class PlacementSearch:
     ----------
     named
         The placement of the published system that was asked for, if one was.
+    only_own
+        Whether the training stack runs only schedules of its own, which are published ones.
     first
         The search with which it begins: of the system that is named, or of the problem's own stages.
     """
 
     def __init__(self, request: Request, emit: Emit) -> None:
-        self.request, self.emit = request, emit
+        self.request, self.emit, self.only_own = request, emit, STACKS[request.stack].only_own
         self.contenders = Contenders(request, emit)
         if self.contenders.has_layers and (complaint := mismatch(request.problem)):
             raise InputError(complaint)
@@ -98,7 +101,7 @@ class PlacementSearch:
         for name, placement in on_other_stages(request.problem):
             if (placed := contenders.of(placement)) and is_small(placed.problem):
                 self._offer_published(placed, name)
-        for contender in contenders.all:
+        for contender in contenders.all if not self.only_own else ():
             if contenders.best_ms == NO_SCHEDULE_MS:
                 self._portfolio(contender, "naive", 0.0).run()
 
@@ -119,7 +122,7 @@ class PlacementSearch:
         for name, placement in on_other_stages(request.problem) if request.method in ("auto", *ENGINES) else ():
             if (placed := contenders.of(placement)) and not is_small(placed.problem) and not self._is_half_over:
                 self._offer_published(placed, name)
-        uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S
+        uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S and not self.only_own
         with ExitStack() as meanwhile:
             if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not rules_are_compiled():
                 contenders.note(engines.COMPILING)  # in the engine's own process
@@ -142,7 +145,7 @@ class PlacementSearch:
         yield Phase("all placements", tuning.FIRST_LOOK_SHARE, self._look_at_all)
         # Of layers there are too many partitions to try all.
         yield Phase("partitions", tuning.PARTITIONS_SHARE + tuning.FIRST_LOOK_SHARE, self._improve_partitions)
-        if self.contenders.all_are_infeasible():
+        if self.contenders.all_are_infeasible() or self.only_own:
             return
         # A first look does not show how far rules lead, nor do rules show what windows gain.
         in_rules = Phase("rules", tuning.RULES_SHARE, self._search_in_rules)

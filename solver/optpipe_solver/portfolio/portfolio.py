@@ -11,8 +11,9 @@ from functools import partial
 
 import numpy as np
 
-from optpipe.errors import OptPipeError
+from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import length_ms, shorter
+from optpipe.formats.stacks import STACKS
 from optpipe.model.arrays import Ints, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -34,7 +35,7 @@ from optpipe_solver.systems import in_best_order, is_system, on_other_stages, sh
 def incumbents_of(request: Request, emit: Emit) -> Incumbents:
     """The keeper of a search by heuristics and engines: engines begin with the best that they know all ops of, some
     with the best of these that no engine found."""
-    return Incumbents(request.problem, request.objective, emit, is_modelled, is_listed, hands_on_rules=True)
+    return Incumbents(request, emit, is_modelled, is_listed, hands_on_rules=True)
 
 
 class Portfolio:
@@ -55,6 +56,8 @@ class Portfolio:
         system: Schedule | None = None
         if is_system(request.method):
             system = in_best_order(request.method, request.problem, "keep", request.objective)
+            if complaint := STACKS[request.stack].complaint(system):
+                raise InputError(f"method = {request.method!r}: {complaint}")
         seconds = request.time_limit_s - min(tuning.STOP_S, request.time_limit_s / 4)
         self.clock = Clock(seconds, counts_work(request), wall_s=seconds)
         self.incumbents = incumbents or incumbents_of(request, emit)
@@ -69,7 +72,8 @@ class Portfolio:
         if not self.begin():  # bounds and the warm start; or there is no schedule at all
             return
         request, incumbents, clock = self.request, self.incumbents, self.clock
-        planned = tuning.engine_runs(request.method, request.problem, self.supports)
+        only_own = STACKS[request.stack].only_own
+        planned = [] if only_own else tuning.engine_runs(request.method, request.problem, self.supports)
         if request.method == methods.MILP and planned:
             self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
         if any(engines.waits_for_compiler(run.engine) for run in planned):
@@ -148,7 +152,7 @@ class Portfolio:
             return
         clock = Clock(tuning.OTHER_STAGES_S, whole=self.clock) if is_large else UNLIMITED
         names = (name for name, _ in on_other_stages(problem))
-        shortest = shortest_that_fits(problem, names, ("all",), objective, clock)
+        shortest = shortest_that_fits(problem, names, ("all",), objective, clock, self.request.stack)
         is_all = not clock.over  # else the one found says nothing of the others
         if shortest and (is_all or shorter(length_ms(shortest, objective), self.incumbents.best_ms)):
             self.emit(OtherStages(schedule=Programs.from_schedule(shortest)))

@@ -48,7 +48,7 @@ def run(request: Request, emit: Emit) -> float | None:
     devices = searchable_devices(problem)
     first_ms = {d: next(device_bounds(problem, d, objective), 0.0) for d in devices}
     emit(Ready())  # all is compiled
-    incumbents, clock = Incumbents(problem, objective, emit), Clock(request.time_limit_s, counts=True, wall_s=inf)
+    incumbents, clock = Incumbents(request, emit), Clock(request.time_limit_s, counts=True, wall_s=inf)
     clock.count(len(devices) * POPS, STATES_PER_S)
     incumbents.raise_bound(max(first_ms.values()), RELAX)
     for d in sorted(devices, key=lambda d: -first_ms[d]):

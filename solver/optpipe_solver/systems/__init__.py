@@ -15,9 +15,10 @@ from math import ceil
 from optpipe.dispatch.descents import entry_orders
 from optpipe.errors import InputError, OptPipeError, ScheduleError, did_you_mean
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms, shorter
+from optpipe.formats.stacks import STACKS
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.options import Placements
+from optpipe.options import Placements, StackName
 from optpipe.schedule import Schedule, check
 from optpipe_solver import tuning
 from optpipe_solver.clock import UNLIMITED, Clock
@@ -141,17 +142,18 @@ def shortest_that_fits(
     stages: Sequence[Placements],
     objective: Objective,
     clock: Clock = UNLIMITED,
+    stack: StackName = "optpipe",
 ) -> Schedule | None:
-    """The shortest of the systems' schedules that fit, each on the problem's own stages (`keep`), on those that it is
-    for (`all`), or on both; None if none does by the time the clock is over."""
+    """The shortest of the systems' schedules that fit and that the stack runs, each on the problem's own stages
+    (`keep`), on those that it is for (`all`), or on both; None if none does by the time the clock is over."""
     shortest: Schedule | None = None
-    for method, placements in product(methods, stages):
+    for method, placements in product(filter(STACKS[stack].makes, methods), stages):
         if clock.over:
             break
         with suppress(OptPipeError):  # it is not for this problem, or its schedule cannot run
             schedule = in_best_order(method, problem, placements, objective)
             is_shorter = shorter(length_ms(schedule, objective), length_ms(shortest, objective))
-            if is_shorter and not check(schedule.problem, schedule):
+            if is_shorter and not STACKS[stack].first_fault(schedule):
                 shortest = schedule
     return shortest
 
