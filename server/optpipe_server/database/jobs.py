@@ -4,17 +4,19 @@ its changes are on disk."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert, or_, select, text, tuple_
+from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert, or_, select, text, tuple_, update
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
 from optpipe.results import Result
 from optpipe_cache import Retention
-from optpipe_server.database import changes
+from optpipe_server.database import changes, tables
 from optpipe_server.database.changes import (
     NO_JOB,
     ConflictError,
@@ -64,6 +66,7 @@ class NewJob:
     key_name: str | None = None
     idempotency_key: str | None = None
     body_sha256: str = ""
+    lease_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,8 @@ class Jobs:
             db.execute(_NEW_JOB, row)
             of_job = {"job": job_id, "version": 1}
             db.execute(insert(problems), {**of_job, "problem": problem_text, "sha256": job.problem.sha256})
+            if job.lease_s is not None:
+                db.execute(insert(tables.leases), {"job": job_id, "lease_s": job.lease_s, "renewed_at": at})
             others = job.options.model_dump(exclude_defaults=True, exclude={"method", "objective", "time_limit_s"})
             words = [job.options.method, job.options.objective, f"{job.options.time_limit_s:g} s"]
             words += [f"{name} = {value}" for name, value in others.items()]
@@ -243,17 +248,33 @@ class Jobs:
 
             enqueue(db, job_id, priority)
 
-    def cancel(self, job_id: str) -> None:
+    def cancel(self, job_id: str, why: str = changes.CANCELLED) -> None:
         """Cancel a job: at once if it waits, as soon as its worker reads that if it runs. A job that is over stays as
         it is."""
         with self._database.write() as db:
             job = locked(db, job_id)
             if job.state == "queued":
-                update_job(db, job, cancel_requested=True, **changes.end_values("cancelled", changes.CANCELLED))
-                add_log_line(db, job_id, job.attempt, "cancelled while waiting")
+                update_job(db, job, cancel_requested=True, **changes.end_values("cancelled", why))
+                add_log_line(db, job_id, job.attempt, f"cancelled while waiting: {why}")
             elif job.state == "running" and not job.cancel_requested:
-                update_job(db, job, cancel_requested=True)
-                add_log_line(db, job_id, job.attempt, "cancel requested")
+                update_job(db, job, cancel_requested=True, reason=why)
+                add_log_line(db, job_id, job.attempt, f"cancel requested: {why}")
+
+    def renew(self, job_id: str) -> None:
+        """Renew the job's lease, if it has one."""
+        with self._database.write() as db:
+            db.execute(update(tables.leases).where(tables.leases.c.job == job_id).values(renewed_at=now()))
+
+    def cancel_gone(self, since: str) -> None:
+        """Cancel the open jobs whose lease is over. Renewals could be read only `since` then."""
+        of_open = select(tables.leases).join(jobs).where(jobs.c.state.in_(OPEN), jobs.c.cancel_requested.is_(False))
+        with self._database.read() as db:
+            leases = db.execute(of_open).all()
+        for job_id, lease_s, renewed_at in leases:
+            until = datetime.fromisoformat(max(renewed_at, since)) + timedelta(seconds=lease_s)
+            if until < datetime.now(UTC):
+                with suppress(MissingError):  # it was purged meanwhile
+                    self.cancel(job_id, changes.GONE)
 
     def extend(self, job_id: str, time_limit_s: float, if_version: int) -> None:
         """Give an open job more time. Raises `StaleError` if the job's version is not `if_version`, `ConflictError` if

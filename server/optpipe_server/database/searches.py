@@ -23,7 +23,6 @@ from optpipe.results import NOTHING_YET, Result
 from optpipe.schedule import Schedule
 from optpipe_server import metrics
 from optpipe_server.database.changes import (
-    CANCELLED,
     add_bound,
     add_log_line,
     append,
@@ -165,6 +164,8 @@ class Searches:
             elif state != "cancelled":
                 state = "done"
             text = result.explanation or (NOTHING_YET if state == "failed" else None)
+            if state == "cancelled" and job.cancel_requested:
+                text = job.reason  # of who has cancelled it
             reason = storable_text(text) if text else None
             over = {**end_values(state, reason), "spent_s": spent_s}
             if best is not None and (result.value_ms is None or raises(result.value_ms, best)):  # that one stands
@@ -186,7 +187,7 @@ class Searches:
             crashes = job.crashes + bool(crash)
             again = not crash or crashes <= MOST_CRASHES
             if again and job.cancel_requested:
-                update_job(db, job, crashes=crashes, **end_values("cancelled", CANCELLED))
+                update_job(db, job, crashes=crashes, **end_values("cancelled", job.reason))
             else:
                 waits = {"state": "queued", "worker": None} if again else {}
                 update_job(db, job, crashes=crashes, spent_s=spent_s, **waits)
@@ -215,7 +216,7 @@ def _freed(db: Connection, job: Row[Any]) -> bool:
         update_job(db, job, losses=losses)
         return True
     if job.cancel_requested:
-        over = end_values("cancelled", CANCELLED)
+        over = end_values("cancelled", job.reason)
     else:
         over = end_values("done" if job.status in WITH_SCHEDULE else "failed", f"its worker was lost {losses} times")
         add_log_line(db, job.id, job.attempt, over["reason"], "error")

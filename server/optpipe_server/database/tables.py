@@ -65,6 +65,14 @@ jobs = Table(
 )
 
 
+leases = Table(  # of jobs that end with their client
+    "leases",
+    metadata,
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("lease_s", Float, nullable=False),
+    Column("renewed_at", String(40), nullable=False),
+)
+
 problems = Table(
     "problems",
     metadata,

@@ -152,6 +152,13 @@ def cancel(job: Job, context: Context) -> Response:
     return context.job_reply(job.id, 202)
 
 
+@router.put("/jobs/{job_id}/lease", dependencies=[SUBMIT], status_code=204)
+def renew(job: Job, context: Context) -> Response:
+    """Renew the lease of a job that was submitted with `lease_s`."""
+    context.service.jobs.renew(job.id)
+    return Response(status_code=204)
+
+
 @router.patch("/jobs/{job_id}", dependencies=[SUBMIT], response_model=schemas.Job)
 def extend(job: Job, extension: ExtensionBody, context: Context, if_match: IfMatch = None) -> Response:
     """Give an open job more time."""

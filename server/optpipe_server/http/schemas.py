@@ -84,13 +84,17 @@ class ProblemBody(Record):
 
 
 class Submission(ProblemBody, SolveOptions):
-    """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have changed since."""
+    """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have changed since.
+
+    With `lease_s` the job is cancelled once `PUT /v1/jobs/{id}/lease` was not sent for so long.
+    """
 
     model_config = _example(problem=PROBLEM, priority=0, **SolveOptions(gap=0.01).model_dump(exclude_none=True))
 
     time_limit_s: JobTimeLimit = 60.0
     priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = 0  # the highest comes first
     warm_start: ScheduleFile | None = None
+    lease_s: Annotated[float, Field(strict=True, ge=1, le=LONGEST_SOLVE_S)] | None = None
 
 
 class ExtensionBody(Record):

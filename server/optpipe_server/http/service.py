@@ -26,6 +26,7 @@ from optpipe_server.accepted import read_schedule
 from optpipe_server.compiler import Compiler
 from optpipe_server.database import Database, Jobs, NewJob
 from optpipe_server.database.changes import CANCELLED_DETAIL, ConflictError, StaleError
+from optpipe_server.database.engine import now
 from optpipe_server.database.jobs import is_cancelled, options_of, prune
 from optpipe_server.database.keys import Keys
 from optpipe_server.first_schedules import FirstSchedules, ReadSchedule
@@ -46,6 +47,8 @@ QUERIES_AT_ONCE = 16
 MOST_SUBMITTED = 64  # submissions that wait for their first schedules, about three seconds' worth
 TRIES = 5  # to change a problem while incumbents come in
 PRUNE_S = 2.0  # between two looks for jobs that are not kept
+LEASES_S = 0.5  # between two looks for leases that are over
+AWAY_S = 5.0  # without a look, as the database or this process was away
 STOPPING_S = 5.0  # for jobs to be given back
 PROBED_S = 1.0  # how long a probe of the database counts: anybody may ask, and each writes to the disk
 
@@ -75,6 +78,9 @@ class Service:
         self._pruner = Rounds("prune", "old jobs cannot be deleted", PRUNE_S, self._prune)
         if self.settings.kept.limited:
             self._pruner.start()
+        self._leases = Rounds("leases", "jobs whose training is gone cannot be cancelled", LEASES_S, self._cancel_gone)
+        self._leases_read = -math.inf
+        self._leases.start()
         self._feeding = asyncio.create_task(self.job_updates.run())
 
     def closing(self) -> None:
@@ -82,7 +88,7 @@ class Service:
         if not self.job_updates.closing:
             self.job_updates.close()
             # In threads of their own: none waits for another, nor for a free query thread.
-            stops: list[Callable[[], None]] = [self._pruner.stop, self.compiler.stop]
+            stops: list[Callable[[], None]] = [self._pruner.stop, self._leases.stop, self.compiler.stop]
             if self.settings.solves:
                 stops.append(partial(self.worker.stop, STOPPING_S))
             ends = [anyio.to_thread.run_sync(stop) for stop in stops]
@@ -92,6 +98,12 @@ class Service:
         kept = self.settings.kept
         if old := prune(self.database, kept):
             log.info("deleted jobs that were over", jobs=old, keep=kept.keep, days=kept.days)
+
+    def _cancel_gone(self) -> None:
+        if time.monotonic() > self._leases_read + AWAY_S:  # nor could leases be renewed: they begin anew
+            self._leases_since = now()
+        self.jobs.cancel_gone(self._leases_since)
+        self._leases_read = time.monotonic()
 
     async def close(self) -> None:
         self.closing()
@@ -146,7 +158,7 @@ class Service:
         offered = warm_start if file is not None else None
         hurried = self._submitting > 1
         initial = await self.first_schedules.find(problem, options, offered, "warm_start", deadline, hurried)
-        job = NewJob(problem, options, submission.priority, key_name, idempotency_key, sha256)
+        job = NewJob(problem, options, submission.priority, key_name, idempotency_key, sha256, submission.lease_s)
         job_id, new = await self.query(lambda: self.jobs.add(job, initial, most_open=self.settings.open_jobs))
         if new:
             SUBMITTED.inc()

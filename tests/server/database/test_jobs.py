@@ -18,7 +18,7 @@ from optpipe import Problem, Result
 from optpipe.options import SolveOptions
 from optpipe_cache import Retention
 from optpipe_cache.storage import KEEP_ALL
-from optpipe_server.database import Database, InitialResult, Jobs, NewJob, Searches, tables
+from optpipe_server.database import Database, InitialResult, Jobs, NewJob, Searches, engine, tables
 from optpipe_server.database.changes import ConflictError, MissingError, StaleError, TooManyOpenError
 from optpipe_server.database.jobs import options_of, prune
 from optpipe_server.database.searches import MOST_LOSSES, Claim, LostError
@@ -75,6 +75,36 @@ def test_lines_of_the_log_can_be_stored(jobs: Jobs, database: Database) -> None:
     lines = jobs.log(job_id, 0, 100)
     assert [line.text[:12] for line in lines] == ["submitted: a", "taken by w", "what\ufffdis this"]
     assert len(lines[2].text) == 2000
+
+
+def test_only_jobs_whose_lease_is_over_end_and_with_their_reason(jobs: Jobs, database: Database) -> None:
+    def leased(lease_s: float | None) -> str:
+        return jobs.add(NewJob(PROBLEM, lease_s=lease_s), start(), most_open=9)[0]
+
+    waiting, searched, unleased, long, renewed = map(leased, (60, 60, None, 3600, 60))
+    claims = [Searches(database, "w").begin(job_id) for job_id in (searched, unleased)]
+    with database.write() as db:
+        db.execute(update(tables.leases).values(renewed_at=(datetime.now(UTC) - timedelta(seconds=90)).isoformat()))
+    jobs.renew(renewed)
+    jobs.cancel_gone(engine.now())
+    assert jobs.count() == {"queued": 3, "running": 2}, "nothing could be renewed before"
+    jobs.cancel_gone("")
+    assert {job_id: jobs.job(job_id).cancel_requested for job_id in (unleased, long, renewed)} == {
+        unleased: False,
+        long: False,
+        renewed: False,
+    }
+    jobs.cancel(searched)  # too late: the reason stays
+    for claim in claims:
+        Searches(database, "w").finish(claim, "cancelled", Result("unknown", reason="a worker's"), 1.0)
+    assert [(job.state, job.reason) for job in map(jobs.job, (waiting, searched, unleased))] == [
+        ("cancelled", "its training is gone"),
+        ("cancelled", "its training is gone"),
+        ("cancelled", "a worker's"),
+    ]
+    jobs.purge(renewed)
+    with database.read() as db:
+        assert renewed not in set(db.execute(select(tables.leases.c.job)).scalars())
 
 
 def ended(database: Database) -> str:

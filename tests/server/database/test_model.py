@@ -244,13 +244,14 @@ class Model(RuleBasedStateMachine):
         matters = state in ("done", "failed") and told.status != "optimal" and not job.cancel
         assert ended == (not (more_time and matters))
         job.spent_s = spent
+        reason = job.reason if job.cancel and state == "cancelled" else told.reason
         if not ended:
             job.end("queued", job.reason)
         elif job.value_ms is None:
-            job.end(state, told.reason)
+            job.end(state, reason)
             job.learn(replace(told, schedule=None, status="infeasible" if state == "infeasible" else "unknown"))
         else:
-            job.end("cancelled" if state == "cancelled" else "done", told.reason)
+            job.end("cancelled" if state == "cancelled" else "done", reason)
             if told.makespan_ms is not None and told.makespan_ms <= job.value_ms:
                 job.learn(told)
 
@@ -308,7 +309,7 @@ class Model(RuleBasedStateMachine):
             job.cancel = True
             job.end("cancelled", CANCELLED)
         elif job.state == "running" and not job.cancel:
-            job.cancel = True
+            job.cancel, job.reason = True, CANCELLED
             job.version += 1
 
     @rule(job_id=ids, more=st.floats(-1, 5), stale=st.booleans())

@@ -69,6 +69,7 @@ CALLS = [
     Call("GET", "/v1/jobs/{job_id}/export", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/adoptions", "read", 200),
     Call("PUT", "/v1/jobs/{job_id}/adoptions/{seq}", "submit", 200, {"step": 5, "measured_iteration_ms": 9.5}),
+    Call("PUT", "/v1/jobs/{job_id}/lease", "submit", 204),
     Call("POST", "/v1/jobs/{job_id}/cancel", "submit", 202),
     Call("PATCH", "/v1/jobs/{job_id}", "submit", 409, {"time_limit_s": 3000.0}, {"If-Match": IF_MATCH}),  # it is over
     Call("POST", "/v1/jobs/{job_id}/problem", "submit", 200, {"problem": DRIFTED}),
