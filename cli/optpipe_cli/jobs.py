@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json as json_
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
-from uuid import uuid4
 
 from cyclopts import Parameter
 
+from optpipe.anytime import Keeper
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import raises
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
-from optpipe.results import NOTHING_YET, Improvement, Result
+from optpipe.process.protocol import End, Incumbent, Programs
+from optpipe.results import Result
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_cli.options import Json, Output, need
 from optpipe_cli.output import echo, print_json, print_rows
@@ -38,70 +38,49 @@ class ServiceSearch:
     """A service's search, iterated over and cancelled as `optpipe.anytime.Search`. Every schedule is checked here."""
 
     def __init__(self, url: str, problem: Problem, options: SolveOptions, start: Schedule | None) -> None:
-        options = options.for_problem(problem)
-        self._url, self._problem, self._options = url, problem, options
-        self._content: dict[str, Any] = {"problem": problem.to_dict(), **options.model_dump(exclude_none=True)}
-        if start is not None:
-            file = ScheduleFile.from_schedule(start, with_ops=False)
-            self._content["warm_start"] = file.model_dump(mode="json", exclude_none=True)
-        self.best = Result(
-            "unknown", objective=options.objective, reason=NOTHING_YET, placements=options.placements_of(problem)
-        )
-        self._began, self._key = time.monotonic(), uuid4().hex
-        self._path, self._seen = "", 0  # of the job, once there is one; the number of its last schedule here
+        self._url, self._problem, self._options, self._start = url, problem, options.for_problem(problem), start
+        self._found, self._job = Keeper(problem, self._options), ""
+
+    @property
+    def best(self) -> Result:
+        """The best so far."""
+        return self._found.result
 
     def __iter__(self) -> Iterator[Result]:
         """Yield the last result. Raises OptPipeError if the service does not answer, or refuses the problem."""
-        yield _connected(self._url, self._followed)
+        yield _connected(self._url, self._searched)
 
     def cancel(self) -> None:
         """End the search; its result is the best so far."""
-        if self._path:
-            _ask(self._url, "POST", f"{self._path}/cancel")
+        if self._job:
+            cancel(self._job, url=self._url)
 
-    async def _followed(self, http: AsyncClient) -> Result:
+    async def _searched(self, http: AsyncClient) -> Result:
+        from optpipe_runtime.service.job import ServiceJob, retrying
         from optpipe_runtime.service.requests import UnavailableError
 
-        tries = 0  # in a row
-        while True:
-            place = self._path, self._seen
-            try:
-                return await self._follow(http)
-            except UnavailableError as error:
-                tries = tries + 1 if (self._path, self._seen) == place else 1
-                if tries == TRIES or not (self._path or error.retry_after_s):
-                    raise
-                await asyncio.sleep(max(1.0, error.retry_after_s))
+        job = ServiceJob(http, self._problem, self._options)
 
-    async def _follow(self, http: AsyncClient) -> Result:
-        """Submit a job, unless there is one, and take its schedules as they come; return the result at its end."""
-        from optpipe_runtime.service.requests import IncumbentEvent, JobAnswer, events, parse, request, verified
+        def is_last(attempts: Any) -> bool:
+            no_answer = not (job.id or attempts.outcome.exception().retry_after_s)
+            return no_answer or attempts.attempt_number >= TRIES
 
-        if not self._path:
-            headers = {"Idempotency-Key": self._key}
-            job = parse(JobAnswer, await request(http, "POST", "/v1/jobs", self._content, headers, LONGEST)).id
-            self._path = f"/v1/jobs/{job}"
-            echo(f"job {job}", err=True)
-        async with aclosing(events(http, self._path.rpartition("/")[2], self._seen)) as stream:
-            async for event in stream:
-                if event.event == "incumbent":
-                    self._seen = parse(IncumbentEvent, event.data).seq
-                    reply = await request(http, "GET", f"{self._path}/incumbents/{self._seen}", longest=LONGEST)
-                    self._take(verified(reply, self._problem, self._options.placements_of(self._problem)))
-        job = json_.loads(await request(http, "GET", self._path, longest=LONGEST))
-        result = replace(self.best, reason=job["reason"], time_s=time.monotonic() - self._began)
-        if result.schedule is None:
-            return replace(result, status="infeasible" if job["state"] == "infeasible" else "unknown")
-        bound, value_ms = job["lower_bound_ms"], result.value_ms
-        if bound is not None and value_ms is not None and raises(bound, value_ms):
-            raise OptPipeError(f"the service claims a bound of {bound} ms, above a schedule of {value_ms} ms")
-        result = replace(result, lower_bound_ms=bound)
-        return replace(result, status=result.proven_status)
-
-    def _take(self, schedule: Schedule) -> None:
-        found = Result.from_schedule(schedule, self._options)
-        step = Improvement(time.monotonic() - self._began, found.method, found.value_ms or 0.0, None)
-        self.best = replace(found, history=(*self.best.history, step))
+        async for attempt in retrying(UnavailableError, stop=is_last):
+            with attempt:
+                if await job.pose(self.best.schedule or self._start):
+                    self._job = str(job.id)
+                    echo(f"job {job.id}", err=True)
+                async with aclosing(job.schedules()) as schedules:
+                    async for _, schedule in schedules:
+                        attempt.retry_state.attempt_number = 0
+                        self._found.take(Incumbent(method=schedule.method, schedule=Programs.from_schedule(schedule)))
+        self._found.take(End())
+        bound, best_ms = job.end.lower_bound_ms, self.best.value_ms
+        if bound is not None and best_ms is not None and raises(bound, best_ms):
+            raise OptPipeError(f"the service claims a bound of {bound} ms, above a schedule of {best_ms} ms")
+        result = replace(self.best, lower_bound_ms=bound, reason=job.end.reason)
+        is_infeasible = result.schedule is None and job.end.state == "infeasible"
+        return replace(result, status="infeasible" if is_infeasible else result.proven_status)
 
 
 def list_(*, url: Url = None, json: Json = False) -> None:
@@ -182,7 +161,7 @@ def _ask(url: str | None, method: str, path: str, content: Mapping[str, Any] | N
 def _connected(url: str | None, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
     """What the work returns. Raises InputError for what is no address, and OptPipeError with the service's if it does
     not answer, or refuses."""
-    need("runtime", "httpx", "httpx_sse")
+    need("runtime", "httpx", "httpx_sse", "tenacity")
     from optpipe_runtime.service.requests import ServiceError, api_key, http_client, service_url
 
     address, key = service_url(url), api_key(None)

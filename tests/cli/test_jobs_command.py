@@ -1,23 +1,23 @@
 """`optpipe solve --url` and `optpipe jobs`: the commands that ask a service."""
 
-import asyncio
 import contextlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from support.commands import Run
+from support.fakes import service as fake
+from support.fakes.service import Answer, Asked
 from support.problems.chain import chain, gpipe
 from support.processes import free_port, until
 from support.service import fake_service
+from support.service.following import set_waits
 
-from optpipe import Result, ScheduleFile, check
+from optpipe import OptPipeError, ScheduleFile, check
 from optpipe.options import SolveOptions
 from optpipe_cli.jobs import TRIES, ServiceSearch
-from optpipe_runtime.service.requests import UnavailableError
 from optpipe_server.http.server import Server
 
 PROBLEM = chain()
@@ -53,22 +53,33 @@ def test_a_service_solves_and_the_answer_is_that_of_a_search_here(run: Run, serv
 def test_a_search_outlives_outages_as_long_as_it_comes_on(
     monkeypatch: pytest.MonkeyPatch, comes_on: bool, outages: int, lives: bool
 ) -> None:
-    search, left = ServiceSearch("http://there", PROBLEM, SolveOptions(), None), iter(range(outages))
-    search._path = "/v1/jobs/1"
+    set_waits(monkeypatch, 0.001, 0.01)
+    left = iter(range(outages))
 
-    async def follow(self: ServiceSearch, _: object) -> Result:
-        for _ in left:
-            self._seen += comes_on
-            raise UnavailableError("away")
-        return self.best
+    def answers(asked: Asked) -> Answer:
+        if asked.path == "/v1/jobs":
+            return fake.job()
+        if not asked.path.endswith("/events"):
+            return fake.incumbent(gpipe(PROBLEM))
+        if next(left, None) is None:
+            return fake.events(fake.end())
+        return fake.events(fake.one(int(asked.headers["Last-Event-ID"]) + 1)) if comes_on else Answer(503)
 
-    async def sleep(seconds: float) -> None:
-        assert seconds >= 1
+    ends = contextlib.nullcontext() if lives else pytest.raises(OptPipeError, match="HTTP status 503")
+    with fake.fake_service(answers) as (url, asked), ends:
+        (result,) = ServiceSearch(url, PROBLEM, SolveOptions(), None)
+        assert len(result.history) == comes_on, "found again and again, it is one step"
+    assert [request.path for request in asked].count("/v1/jobs") == 1
 
-    monkeypatch.setattr(ServiceSearch, "_follow", follow)
-    monkeypatch.setattr("optpipe_cli.jobs.asyncio.sleep", sleep)
-    with contextlib.nullcontext() if lives else pytest.raises(UnavailableError):
-        assert asyncio.run(search._followed(cast(Any, None))) is search.best
+
+def test_a_bound_above_its_schedule_is_refused() -> None:
+    found, ends = gpipe(PROBLEM), {"state": "done", "lower_bound_ms": gpipe(PROBLEM).makespan_ms + 1}
+    table = {"/jobs": fake.job(), "/events": fake.events(fake.one(), fake.sent("end", ends))}
+    with (
+        fake.fake_service(fake.by_path(table | {"/incumbents/1": fake.incumbent(found)})) as (url, _),
+        pytest.raises(OptPipeError, match=r"the service claims a bound of [\d.]+ ms, above a schedule of"),
+    ):
+        list(ServiceSearch(url, PROBLEM, SolveOptions(), None))
 
 
 @pytest.mark.parametrize(

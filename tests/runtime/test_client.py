@@ -2,7 +2,10 @@
 what runs, for the current costs; the service gets reports of what was swapped in."""
 
 import re
+import subprocess
+import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,19 +13,23 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from sqlalchemy import func, select
 from support.fakes import service as fake
 from support.fakes.service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
 from support.problems.chain import chain, gpipe, one_by_one
 from support.processes import free_port, until
-from support.service import running, settings_in, use_fake_solver
-from support.service.following import news, until_ended, warnings
+from support.service import client_at, running, settings_in, use_fake_solver
+from support.service.following import news, set_waits, warnings
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, check
 from optpipe_runtime.service import client as client_module
+from optpipe_runtime.service import job as job_module
 from optpipe_runtime.service.client import Offer, ScheduleClient
 from optpipe_server import Settings
+from optpipe_server.database import tables
 from optpipe_server.database.tables import OPEN
+from optpipe_server.http.server import Server
 
 
 @pytest.fixture
@@ -45,8 +52,8 @@ def test_a_service_that_comes_goes_and_comes_back(
 ) -> None:
     """It goes on with the job, and gets reports of what the training adopted in between."""
     port, waits = free_port(), []
-    wait_s = client_module.wait_s
-    monkeypatch.setattr(client_module, "wait_s", lambda state: waits.append(wait_s(state)) or waits[-1])
+    wait_s = job_module.wait_s
+    monkeypatch.setattr(job_module, "wait_s", lambda state: waits.append(wait_s(state)) or waits[-1])
     with ScheduleClient(f"http://127.0.0.1:{port}/", chain(), method="hang") as client:
         until(lambda: len(waits) >= 5)
         assert client.why_none == "the service cannot be used"
@@ -90,7 +97,7 @@ def test_a_search_goes_on_with_new_costs(settings: Settings, caplog: pytest.LogC
         assert not client.ended
         client.update(SLOWER, first.schedule)
         best = until(lambda: (job := seen(f"{url}/v1/jobs/{first.job}"))["problem_version"] == 2 and job["best"])
-        until(lambda: client._seen == best["seq"])
+        until(lambda: client._job and client._job._seen == best["seq"])
         assert client.poll() is None
         assert len(jobs_at(url)) == 1
     assert best["source"] == "carried"
@@ -246,11 +253,98 @@ def test_a_refused_adoption_is_given_up(answer: Answer, caplog: pytest.LogCaptur
     assert line.startswith("the adoption of schedule 1 of job a1 was not taken: ")
 
 
-def test_close_does_not_wait_for_an_unavailable_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optpipe_runtime.service.client.REPORT_S", 0.3)
-    with fake_service(by_path({**FOUND, "/adoptions/1": fake.silent})) as (url, asked):
+RUNS = {**FOUND, "/events": fake.open_events(fake.one()), "/cancel": fake.as_json({}, 202)}
+
+
+def paths(asked: list[Asked]) -> list[str]:
+    return [request.path for request in asked]
+
+
+def test_close_cancels_the_job_while_a_report_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not wait long for the report."""
+    monkeypatch.setattr(client_module, "REPORT_S", 0.3)
+    monkeypatch.setattr(client_module, "CLOSE_S", 120.0)
+    with fake_service(by_path({**RUNS, "/adoptions/1": fake.silent})) as (url, asked):
         client = ScheduleClient(url, chain())
         client.adopted(until(client.poll), 3)
         until(lambda: told(asked))
         client.close()
-        until_ended(client)
+        assert not client._thread.is_alive()
+        assert paths(asked)[-1] == "/v1/jobs/a1/cancel"
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_close_cancels_a_job_whose_submission_has_no_answer_yet(
+    answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent again it is the same submission; a service that never answers is not waited for."""
+    monkeypatch.setattr(client_module, "REPORT_S", 60.0 if answered else 0.3)
+    monkeypatch.setattr(client_module, "CLOSE_S", 120.0)
+    jobs = one_after_the_other(fake.silent, fake.job() if answered else fake.silent)
+    with fake_service(by_path({**RUNS, "/jobs": jobs})) as (url, asked):
+        client = ScheduleClient(url, chain())
+        until(lambda: asked)
+        client.close()
+        assert not client._thread.is_alive()
+    assert paths(asked) == ["/v1/jobs"] * 2 + ["/v1/jobs/a1/cancel"] * answered
+    assert len({(request.headers["Idempotency-Key"], request.body) for request in asked[:2]}) == 1
+
+
+# Leases
+
+TRAINING = """
+import sys
+from support.problems.chain import chain
+from optpipe_runtime.service import client
+client.LEASE_S = 2.0
+with client.ScheduleClient(sys.argv[1], chain(), method="hang"):
+    print("runs", flush=True)
+    sys.stdin.read()
+"""
+
+
+def renewed_at(server: Server) -> str:
+    """When a lease was renewed last."""
+    with server.service.database.read() as db:
+        return db.execute(select(func.max(tables.leases.c.renewed_at))).scalar_one()
+
+
+def test_a_job_ends_with_its_killed_training(settings: Settings) -> None:
+    """It keeps what was found. A job without a lease goes on."""
+    with running(settings) as (url, server), client_at(url) as http:
+        command = [sys.executable, "-c", TRAINING, url]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as training:
+            assert training.stdout
+            assert training.stdout.readline() == b"runs\n"
+            until(lambda: any(job["state"] == "running" for job in jobs_at(url)))
+            before = renewed_at(server)
+            until(lambda: renewed_at(server) > before)
+            other = http.post("/v1/jobs", json={"problem": SLOWER.to_dict(), "method": "hang"}).json()["id"]
+            training.kill()
+        until(lambda: [job["id"] for job in jobs_at(url) if job["state"] != "cancelled"] == [other])
+        ended = [job for job in jobs_at(url) if job["id"] != other]
+        assert {job["reason"] for job in ended} == {"its training is gone"}
+        assert all(job["value_ms"] for job in ended)
+
+
+@pytest.mark.parametrize(("lease_s", "submissions"), [(0.01, 2), (60.0, 1)])
+def test_who_could_not_renew_a_lease_submits_another_job(
+    lease_s: float, submissions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that somebody has cancelled meanwhile stays so."""
+    monkeypatch.setattr(client_module, "LEASE_S", lease_s)
+    set_waits(monkeypatch)
+
+    def late(asked: Asked) -> Answer:
+        time.sleep(0.02)
+        return fake.events(fake.end("cancelled", "whoever"))
+
+    table = {
+        "/jobs": one_after_the_other(fake.job("a1"), fake.job("a2")),
+        "a1/events": late,
+        "a2/events": fake.events(fake.end()),
+    }
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
+        until(lambda: client.ended)
+    posted = [request.json() for request in asked if request.path == "/v1/jobs"]
+    assert [body["lease_s"] for body in posted] == [lease_s] * submissions

@@ -18,8 +18,9 @@ from support.service.following import set_waits, until_ended, warnings
 from tenacity import Future
 
 from optpipe.errors import InputError
-from optpipe_runtime.service import client as client_module
-from optpipe_runtime.service.client import Offer, ScheduleClient, wait_s
+from optpipe_runtime.service import job as job_module
+from optpipe_runtime.service.client import Offer, ScheduleClient
+from optpipe_runtime.service.job import wait_s
 from optpipe_runtime.service.requests import LONGEST_WAIT_S, RefusedError, UnavailableError, api_key, retry_after_s
 
 LONGEST_S = 0.05
@@ -34,7 +35,7 @@ def test_no_call_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         reached.set()
         over.wait(240)
 
-    monkeypatch.setattr(client_module, "verified", stands)
+    monkeypatch.setattr(job_module, "verified", stands)
     table = {"/jobs": fake.job(), "/events": fake.open_events(fake.one()), "/1": fake.incumbent(gpipe(chain()))}
     with fake_service(by_path(table)) as (url, _):
         client = ScheduleClient(url, chain())
@@ -105,13 +106,12 @@ def test_calls_are_short_whatever_the_service_does(answers: Answers, monkeypatch
 def test_close_waits_for_nothing_if_there_is_nothing_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """And may be called twice."""
     set_waits(monkeypatch, read_s=600.0)
-    with fake_service(fake.silent) as (url, asked):
+    table = {"/jobs": fake.job(), "/events": fake.silent, "/cancel": fake.as_json({})}
+    with fake_service(by_path(table)) as (url, asked):
         client = ScheduleClient(url, chain())
-        until(lambda: asked)
-        closing = threading.Thread(target=client.close)
-        closing.start()
+        until(lambda: len(asked) == 2)
+        client._in_thread(client._closing.set)
         until_ended(client)
-        closing.join()
         assert not asked[0].over.is_set()
     client.close()
     client.update(chain(scale=2), None)

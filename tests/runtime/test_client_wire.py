@@ -11,7 +11,8 @@ from support.service.following import news, set_waits, warnings
 
 from optpipe.errors import InputError
 from optpipe_runtime.service.client import Offer, ScheduleClient
-from optpipe_runtime.service.requests import longest_answer, service_url
+from optpipe_runtime.service.job import longest_answer
+from optpipe_runtime.service.requests import service_url
 
 GOOD_FILE = fake.document(gpipe(chain()))
 TOO_BIG = fake.document(gpipe(chain()))  # for two activations; the problem asked has memory for one

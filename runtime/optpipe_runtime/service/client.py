@@ -18,21 +18,17 @@ Without a service the search runs on this host, and begins with what a cache has
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import random
 import threading
-import time
 from collections import deque
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Unpack
-from uuid import uuid4
 
 from pydantic import BeforeValidator
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+from tenacity import RetryCallState
 
 from optpipe.anytime import ScheduleCache, improve
 from optpipe.errors import OptPipeError
@@ -41,32 +37,26 @@ from optpipe.model.problem import Problem
 from optpipe.options import PlacementsOption, SolveArguments, SolveOptions, TimeLimit
 from optpipe.process.background import NICER
 from optpipe.results import Result
-from optpipe.schedule import Schedule, ScheduleFile, check
+from optpipe.schedule import Schedule, check
+from optpipe.text import printable
+from optpipe_runtime.service.job import ServiceJob, retrying
 from optpipe_runtime.service.requests import (
-    LONGEST_REQUEST,
-    IncumbentEvent,
+    LONGEST_REASON,
     InvalidAnswerError,
-    JobAnswer,
-    JobState,
     RefusedError,
     ServiceError,
     UnauthorizedError,
     UnavailableError,
     api_key,
-    events,
     http_client,
-    longest_answer,
-    parse,
     request,
-    run_name,
     service_url,
-    verified,
 )
 
 log = logging.getLogger("optpipe.client")
 
-FIRST_S, LONGEST_S = 0.5, 30.0  # waits after a failure, doubled each time
 REPORT_S = 3.0  # how long `close` waits until the service has the last adoptions, and has ended the search
+LEASE_S = 60.0  # without a sign of life the service ends the search
 CLOSE_S = 6.0  # how long `close` waits for the thread, which is a daemon
 HERE = "here"  # the job of a search on this host
 OUTAGES: dict[type[ServiceError], tuple[str, str]] = {  # what the log says when one begins, and when it is over
@@ -145,11 +135,7 @@ class ScheduleClient:
         self._best: Schedule | None = None
         self._best_ms = NO_SCHEDULE_MS
         # The job on the service.
-        self._job: str | None = None
-        self._seen = 0  # the number of its last incumbent; here, how many there were
-        self._problem_version = 1
-        self._posed = False  # whether it has the problem that is searched
-        self._submission: tuple[str, bytes] | None = None  # key and body, until it is answered
+        self._job: ServiceJob | None = None
         self._to_report, self._closing = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.new_event_loop()  # it needs no closing if an argument was wrong
         self._thread = threading.Thread(target=self._run, name="optpipe-client", daemon=True)
@@ -229,13 +215,16 @@ class ScheduleClient:
             if self._searching is not None:
                 self._searching.cancel()
             self._to_report.set()
-            with suppress(TimeoutError, ServiceError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
-                    await asyncio.wait([reporting])
-                    if self._job is not None and not self.ended:
-                        await request(self._http, "POST", f"/v1/jobs/{self._job}/cancel")
+                    await asyncio.gather(self._cancel_job(), asyncio.wait([reporting]))
             reporting.cancel()
             await asyncio.wait([task for task in (reporting, self._searching) if task is not None])
+
+    async def _cancel_job(self) -> None:
+        with suppress(ServiceError):
+            if self._job is not None and not self.ended:
+                await self._job.cancel()
 
     def _search_for(self, number: int, problem: Problem, running: Schedule | None) -> None:
         if self._searching is not None:
@@ -280,8 +269,7 @@ class ScheduleClient:
                 while result := await asyncio.to_thread(next, search, None):
                     last = result
                     if result.schedule is not None:
-                        self._seen += 1
-                        self._offer(result.schedule, HERE, self._seen)
+                        self._offer(result.schedule, HERE, len(result.history))
             finally:
                 search.cancel()
         except OptPipeError as error:
@@ -298,108 +286,35 @@ class ScheduleClient:
 
     async def _search_on_service(self) -> None:
         """Searches until the service has ended the search for this problem, or refuses it."""
-        self._longest = longest_answer(self._problem, self._options.placements)
-        self._posed, self._submission = False, None
+        if self._job is None:
+            self._job = ServiceJob(self._http, self._problem, self._options, LEASE_S)
+        self._job.change(self._problem)
+        renewing = asyncio.create_task(self._job.renew())
         try:
-            async for attempt in _retrying(UnavailableError, InvalidAnswerError, failed=self._begin_outage):
+            async for attempt in retrying(UnavailableError, InvalidAnswerError, failed=self._begin_outage):
                 with attempt:
-                    await self._follow_job(attempt.retry_state)
+                    await self._follow(self._job, attempt.retry_state)
         except UnauthorizedError as error:
             self._begin_outage(error)
         except RefusedError as refusal:
             log.warning("the solver service at %s refuses this problem: %s", self._url, refusal)
+        finally:
+            renewing.cancel()
 
-    async def _follow_job(self, attempts: RetryCallState) -> None:
-        """Submits a job if there is none, then takes incumbents as they come, to the end of the search."""
-        try:
-            if self._job is not None and not self._posed:
-                await self._pose(self._job)
-            if self._job is None:
-                await self._submit()
-            assert self._job is not None
-            opened = time.monotonic()
-            async with aclosing(events(self._http, self._job, self._seen)) as stream:
-                async for event in stream:
-                    end = parse(JobState, event.data) if event.event == "end" else None
-                    new = event.event == "incumbent" and await self._take(self._job, parse(IncumbentEvent, event.data))
-                    # Not at every event: a service that comes and goes would fill the log.
-                    if end or new or time.monotonic() - opened > LONGEST_S:
-                        self._end_outages(UnavailableError, UnauthorizedError)
-                        attempts.attempt_number = 0  # the next wait is a first one
-                    if end:
-                        return self._log_end(end)
-            end = parse(JobState, await request(self._http, "GET", f"/v1/jobs/{self._job}"))
-        except RefusedError as refusal:
-            if refusal.status != 404 or self._job is None:
-                raise
-            self._job = None  # it was purged, or the service has another database
-            raise UnavailableError("it does not know the job any more") from None
-        if end.state in ("queued", "running"):
-            raise UnavailableError("it said that the job was over")
+    async def _follow(self, job: ServiceJob, attempts: RetryCallState) -> None:
+        """Takes incumbents as they come, to the end of the search."""
+        await job.pose(self._best)
+        async with aclosing(job.schedules()) as schedules:
+            async for seq, schedule in schedules:  # not at its first answer: one that comes and goes would fill the log
+                self._end_outages(*OUTAGES)
+                attempts.attempt_number = 0  # the next wait is a first one
+                self._offer(schedule, str(job.id), seq)
         self._end_outages(UnavailableError, UnauthorizedError)
-        return self._log_end(end)
-
-    async def _submit(self) -> None:
-        """Submits a job. Until there is an answer the request keeps its idempotency key, so the service makes one job,
-        however often it is sent."""
-        if self._submission is None:
-            options = self._options.model_dump(mode="json", exclude_none=True)
-            content: dict[str, Any] = {"problem": self._named_problem(), **options}
-            body = json.dumps(content).encode()
-            if self._best is not None:
-                start = ScheduleFile.from_schedule(self._best, with_ops=False)
-                content["warm_start"] = start.model_dump(mode="json", exclude_none=True)
-                with_start = json.dumps(content).encode()
-                body = with_start if len(with_start) <= LONGEST_REQUEST else body
-            self._submission = uuid4().hex, body
-        key, body = self._submission
-        job = parse(JobAnswer, await request(self._http, "POST", "/v1/jobs", body, {"Idempotency-Key": key}))
-        self._job, self._seen, self._posed, self._submission = job.id, 0, True, None
-        self._problem_version = job.problem_version
-
-    def _named_problem(self) -> dict[str, Any]:
-        """The problem, whose name is the job's in the service."""
-        return {**self._problem.to_dict(), "name": self._problem.name or run_name()}
-
-    async def _pose(self, job: str) -> None:
-        """Gives the job this problem; the search goes on from the best schedule that the service has. A job that cannot
-        change its problem is cancelled, and another takes its place."""
-        content = {"problem": self._named_problem()}
-        try:
-            answer = parse(JobAnswer, await request(self._http, "POST", f"/v1/jobs/{job}/problem", content))
-            self._problem_version, self._posed = answer.problem_version, True
-        except RefusedError as refusal:
-            if refusal.status == 409:
-                with suppress(ServiceError):
-                    await request(self._http, "POST", f"/v1/jobs/{job}/cancel")
-            elif refusal.status != 404:
-                raise
-            self._job = None
-
-    async def _take(self, job: str, event: IncumbentEvent) -> bool:
-        """Fetches an incumbent, checks it, and offers it. Returns whether there was a new one."""
-        if event.seq <= self._seen:
-            return False
-        if event.problem_version is not None and event.problem_version < self._problem_version:  # for earlier costs
-            self._seen = event.seq
-            return False
-        path = f"/v1/jobs/{job}/incumbents/{event.seq}"
-        try:
-            answer = await request(self._http, "GET", path, longest=self._longest)
-            schedule = verified(answer, self._problem, self._options.placements)
-        except InvalidAnswerError:
-            self._seen = event.seq  # it is not fetched again
-            raise
-        self._seen = event.seq
-        self._end_outages(InvalidAnswerError)
-        self._offer(schedule, job, event.seq)
-        return True
-
-    def _log_end(self, end: JobState) -> None:
-        if end.state == "done":
+        if job.end.state == "done":
             log.info("the solver service at %s has finished its search", self._url)
         else:
-            log.warning("the solver service at %s ended its search as %s: %s", self._url, end.state, end.reason)
+            text = printable(f"{job.end.state}: {job.end.reason}", LONGEST_REASON)
+            log.warning("the solver service at %s ended its search as %s", self._url, text)
 
     # Reports of adoptions
 
@@ -416,7 +331,7 @@ class ScheduleClient:
             while self._adoptions:
                 job, seq = incumbent = next(iter(self._adoptions))
                 try:
-                    async for attempt in _retrying(UnavailableError):
+                    async for attempt in retrying(UnavailableError):
                         with attempt:
                             content = self._adoptions[incumbent]
                             await request(self._http, "PUT", f"/v1/jobs/{job}/adoptions/{seq}", content)
@@ -441,24 +356,6 @@ class ScheduleClient:
         for kind in self._outages & {*kinds}:
             self._outages.remove(kind)
             log.info("the solver service at %s %s", self._url, OUTAGES[kind][1])
-
-
-def _retrying(*kinds: type[ServiceError], failed: Any = lambda error: None) -> AsyncRetrying:
-    """Attempts until one succeeds, or fails in another way; `failed` gets each error before the wait."""
-    return AsyncRetrying(
-        retry=retry_if_exception_type(kinds),
-        wait=wait_s,
-        before_sleep=lambda state: failed(state.outcome and state.outcome.exception()),
-    )
-
-
-def wait_s(state: RetryCallState) -> float:
-    """The wait before the next attempt. It is never shorter than the service asks for, and has jitter, so that clients
-    that were sent away together come back one by one."""
-    error = state.outcome and state.outcome.exception()
-    asked_s = error.retry_after_s if isinstance(error, ServiceError) else 0.0
-    delay_s = wait_exponential(multiplier=FIRST_S, max=LONGEST_S)(state) * random.uniform(0.5, 1.0)
-    return max(delay_s, asked_s * random.uniform(1.0, 1.2))
 
 
 def _be_nicer(pid: int) -> None:

@@ -1,7 +1,7 @@
-"""HTTP requests to the solver service, and what is read of its answers.
+"""HTTP requests to the solver service.
 
-No answer is trusted: each is cut off at a length and waited for only so long, and only the models here read it.
-Every request can be cancelled at any time.
+No answer is trusted: each is cut off at a length and waited for only so long. Every request can be cancelled at any
+time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 # httpx imports these at its first request. That would take a tenth of a second beside the training, and a full garbage
 # collection, which stops the training longer.
@@ -20,14 +20,9 @@ import anyio._backends._asyncio  # noqa: F401
 import httpcore  # noqa: F401
 import httpx
 from httpx_sse import ServerSentEvent, SSEError, aconnect_sse
-from pydantic import AfterValidator, BaseModel, FailFast, Field, ValidationError
 
 from optpipe.anytime import ScheduleCache
-from optpipe.errors import InputError, input_error
-from optpipe.model.placement import Placement
-from optpipe.model.problem import Problem
-from optpipe.options import Placements
-from optpipe.schedule import Schedule, check
+from optpipe.errors import InputError
 from optpipe.text import printable
 
 CONNECT_S, READ_S = 2.0, 45.0  # how long to wait for a connection, and for data
@@ -35,7 +30,6 @@ LONGEST_REQUEST = 2**20  # bytes that the service accepts
 LONGEST_ANSWER = 2**18  # bytes; the problem decides how long an answer with a schedule may be
 LONGEST_EVENT = 2**18
 LONGEST_WAIT_S = 300.0  # at most, by Retry-After
-MOST_TIMES_STAGES = 16  # a placement that is read has at most so many times the stages of the problem
 LONGEST_REASON = 300  # characters of a text of the service that are repeated
 PAUSE_S = 0.01  # between two events: a flood of them would take the interpreter from the training
 KEY_VARIABLE, URL_VARIABLE = "OPTPIPE_KEY", "OPTPIPE_URL"
@@ -98,12 +92,12 @@ async def request(
 
 
 async def events(http: httpx.AsyncClient, job: str, after: int) -> AsyncGenerator[ServerSentEvent, None]:
-    """Server-sent events of a job, from those after the incumbent number `after`. Ends only if the service says that
-    the job is over and has no more events."""
-    now, path = asyncio.get_running_loop().time, f"/v1/jobs/{job}/events"
+    """Server-sent events of the job at this path, from those after the incumbent number `after`. Ends only if the
+    service says that the job is over and has no more events."""
+    now = asyncio.get_running_loop().time
     async with (
         _in_time(CONNECT_S + READ_S) as limit,
-        aconnect_sse(http, "GET", path, headers={"Last-Event-ID": str(after)}) as source,
+        aconnect_sse(http, "GET", f"{job}/events", headers={"Last-Event-ID": str(after)}) as source,
     ):
         response = source.response
         if response.status_code == 204:
@@ -233,81 +227,3 @@ def run_name() -> str:
     """What the cluster calls this training, such as `slurm-4711`; "" if nothing has started it that gives it a name."""
     names = ((who, os.environ.get(variable, "")) for variable, who in RUNS.items())
     return next((f"{who}-{name}" for who, name in names if name not in UNNAMED), "")[:200]
-
-
-# A text of the service for people: one line, of which the beginning is kept. It is logged.
-Line = Annotated[str, AfterValidator(lambda text: printable(text, LONGEST_REASON))]
-
-
-class JobAnswer(BaseModel):
-    """A job that has just been given a problem."""
-
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # becomes part of addresses
-    problem_version: int = 1
-
-
-class JobState(BaseModel):
-    """The state of a job; also its last event."""
-
-    state: Line
-    reason: Line | None = None
-
-
-class IncumbentEvent(BaseModel):
-    """A new incumbent: its number in the job, and the version of the problem that it was found for."""
-
-    seq: Annotated[int, Field(ge=1, le=2**53)]
-    problem_version: int | None = None
-
-
-class _Device(BaseModel):
-    program: Annotated[list[str], FailFast()]
-
-
-class _Programs(BaseModel):
-    """The programs of a schedule document. Its times and costs are not read: the client computes its own."""
-
-    devices: Annotated[list[_Device], FailFast()]
-    links: dict[str, Annotated[list[str], FailFast()]] | None = None
-    method: Line = ""
-    placement: Placement | None = None  # where the search may choose the stages
-
-
-class IncumbentAnswer(BaseModel):
-    schedule: _Programs
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def parse(model: type[Model], text: str | bytes) -> Model:
-    """Raises `InvalidAnswerError` if the text is not of this model."""
-    try:
-        return model.model_validate_json(text)
-    except ValidationError as error:
-        raise InvalidAnswerError(str(input_error(error, "its answer"))) from None
-
-
-def verified(text: bytes, problem: Problem, placements: Placements) -> Schedule:
-    """An incumbent's schedule, checked on the client's problem. Raises `InvalidAnswerError` if it is invalid."""
-    found = parse(IncumbentAnswer, text).schedule
-    if found.placement and placements == "keep":
-        raise InvalidAnswerError("a schedule for other stages than the problem's")
-    try:
-        placed = found.placement.apply(problem) if found.placement else problem
-        programs = (device.program for device in found.devices)
-        schedule = Schedule.parse(placed, programs, found.links, found.method, found.placement)
-        wrong = check(placed, schedule)
-    except InputError as error:
-        wrong = [str(error)]
-    if wrong:
-        raise InvalidAnswerError(f"an invalid schedule: {wrong[0]}")
-    return schedule
-
-
-def longest_answer(problem: Problem, placements: Placements = "keep") -> int:
-    """An upper bound on the bytes of a schedule document of this problem. Reading a longer answer could hold the
-    interpreter for longer than a step may wait."""
-    ops = problem.microbatches * sum(12 + 2 * stage.offload_parts for stage in problem.stages)
-    longest = 2**14 + 2 * len(json.dumps(problem.to_dict())) + 2 * 16 * ops  # in programs, and again in links' orders
-    return longest * (MOST_TIMES_STAGES if placements == "all" else 1)

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from optpipe_runtime import ScheduleClient
-from optpipe_runtime.service import client, requests
+from optpipe_runtime.service import job, requests
 
 
 def set_waits(
@@ -17,8 +17,8 @@ def set_waits(
 ) -> None:
     """The service answers in its own time, and is asked again at once if it fails."""
     for module, name, seconds in (
-        (client, "FIRST_S", first_s),
-        (client, "LONGEST_S", longest_s),
+        (job, "FIRST_S", first_s),
+        (job, "LONGEST_S", longest_s),
         (requests, "CONNECT_S", connect_s),
         (requests, "READ_S", read_s),
     ):
