@@ -1,149 +1,307 @@
-"""Measured iterations, predicted: after learning from 60 of them, errors on the rest."""
+"""Measured iterations of others, predicted: errors of the time, of the order of plans, and of peak memory.
+
+What a table does not say is one assumption for all of its rows, in its reader's docstring.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from itertools import combinations
-from math import log, sqrt
+import csv
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from benchmarks.tables import head, line
+from benchmarks.tables import head, line, text
 from optpipe.errors import InputError
 from optpipe.files import read_text, write_file
-from optpipe.transformer.calibrate import NAMES, covariance, gradient, learn, ratio_variances
-from optpipe.transformer.gpu import Gpu
-from optpipe.transformer.iterations import Errors, Iteration, errors, iteration_ms, question, read_iterations
-from optpipe.transformer.presets import GPUS
-from optpipe_cli.options import Output
+from optpipe.transformer.iterations import (
+    GPT_VOCABULARY,
+    Iteration,
+    errors,
+    padded_vocabulary,
+    read_iterations,
+    simulate,
+)
+from optpipe.transformer.presets import GPUS, MODELS, preset
+from optpipe.transformer.records import Parallelism, Run, Transformer
 
-GPU = GPUS["A100-800G"]
-FILES = {"one node": "vtrain-single.csv", "several nodes": "vtrain-multi.csv"}
-LEARNED_FROM = {"one node": 34, "several nodes": 26}  # rows, evenly spread over the file
-OUTLIER = 3  # standard deviations
-DRAWS = 5  # further sets of as many rows, drawn at random
-COLUMNS = ("rows", "learned from", "judged by", "mean error", "median", "ordered right, of pairs", "regret", "at most")
+COLUMNS = ("rows", "predicted", "mean error", "median", "ordered right, of pairs", "regret", "peak memory")
+WRITTEN = ("table", "row", "name", "measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "not_predicted")
+HOST = 24  # layers, below which Megatron-LM's tests are too small for a GPU
+PRECISIONS = {"BF16": "bf16", "FP8": "fp8", "FP8-CS": "fp8", "FP8-MX": "mxfp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
+BRIDGE = {
+    "llama3_8b": "llama-3-8b",
+    "llama3_70b": "llama-3-70b",
+    "llama31_405b": "llama-3-405b",
+    "gptoss120b": "gpt-oss-120b",
+    "qwen3_30b_a3b": "qwen3-30b-a3b",
+    "qwen3_235b_a22b": "qwen3-235b-a22b",
+    "kimi_k2": "kimi-k2",
+    "deepseekv3": "deepseek-v3",
+}
+MEGATRON = {
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "chunks": "num-virtual-stages-per-pipeline-rank",
+}
+Fields = Mapping[str, str]
 
 
-class Split(NamedTuple):
-    """The rows of a file that parameters are learned from, and the others."""
+class Row(NamedTuple):
+    """A measured iteration: the peaks of memory of all ranks, of the last one or of none, and how it is expressed."""
 
-    learned: list[Iteration]
-    rest: list[Iteration]
+    group: str
+    name: str
+    ms: float
+    bytes: Sequence[float]
+    express: Callable[[], Iteration]  # raises InputError if the cost model has no such thing
 
 
-def predictions(folder: Path, /, *, output: Output = None) -> None:
-    """Predict measured iterations: from what is known of the GPU alone, and after learning from 60 rows, which are
-    evenly spread over the files, the others; then the same with rows that are drawn at random.
+class Predicted(NamedTuple):
+    """What the preset of its GPU takes, in ms and in bytes of the ranks that were measured, or why there is none."""
+
+    row: Row
+    iteration: Iteration | None = None
+    ms: float = 0.0
+    bytes: Sequence[float] = ()
+    reason: str = ""
+
+
+class Plan(NamedTuple):
+    """How a row divides a model, and what it runs, as its cells say."""
+
+    gpu: str
+    gpus: str
+    batch: str  # sequences
+    size: str  # of a micro-batch
+    sequence: str
+    division: dict[str, str]
+    run: dict[str, Any]
+
+    def iteration(self, shape: Callable[[], Transformer], ms: float) -> Iteration:
+        """Raises InputError if the row misses something, or its numbers do not belong together."""
+        division = {name: whole(word, name) for name, word in self.division.items()}
+        ranks, size = division["tp"] * division["pp"] * division["cp"], whole(self.size, "size")
+        gpus, batch = whole(self.gpus, "gpus"), whole(self.batch, "batch")
+        if gpus % ranks or batch % (gpus // ranks * size):
+            raise InputError(f"gpus = {gpus}, batch = {batch}: no multiples of tp · pp · cp = {ranks}, size = {size}")
+        dp = gpus // ranks
+        run = self.run | {"microbatch_size": size, "microbatches": batch // (dp * size)}
+        run |= {"sequence": whole(self.sequence, "sequence")}
+        division = {"zero": 1, "dp": dp} | division
+        return Iteration(shape(), Parallelism.from_dict(division, "row"), Run.from_dict(run, "row"), ms, self.gpu)
+
+
+def predictions(folder: Path, /, *, rows: Path | None = None) -> None:
+    """Predict measured iterations by the presets: how far off times, the order of plans and peaks of memory are.
 
     Parameters
     ----------
     folder
-        Folder with vTrain's measured iterations: two files of CSV.
+        Folder with vTrain's two files, and those of Megatron-LM's tests, Megatron-Bridge, MLPerf and SimuMax, in it or
+        in its folder `today`; those that are there are read.
+    rows
+        A file of CSV that is to have all rows.
     """
-    tables = read_tables(folder)
-    print(head(COLUMNS, "lrrrrrrr"))
-    for name, rows in tables.items():
-        print(_line(name, 0, errors(rows, predicted(GPU, rows)), len(rows)))
-    splits = {name: evenly(rows, LEARNED_FROM[name]) for name, rows in tables.items()}
-    gpu = learned(splits.values())
-    if output:
-        write_file(output, json.dumps(preset(gpu), indent=1) + "\n")
-    for name, split in splits.items():
-        print(_line(name, 60, errors(split.rest, predicted(gpu, split.rest)), len(split.rest)))
-    for name, split in splits.items():
-        times = zip(split.rest, predicted(gpu, split.rest), strict=True)
-        near = [row for row, ms in times if not is_outlier(gpu, row, ms)]
-        print(_line(f"{name}, no outliers", 60, errors(near, predicted(gpu, near)), len(near)))
-    told = {name: distinct_sizes(gpu, split.rest) for name, split in splits.items()}
-    by_draw: dict[str, list[Errors]] = {name: [] for name in tables}
-    for draw in range(DRAWS):
-        drawn = {name: drawn_at_random(rows, LEARNED_FROM[name], draw) for name, rows in tables.items()}
-        other = learned(drawn.values())
-        for name, split in drawn.items():
-            by_draw[name].append(errors(split.rest, predicted(other, split.rest)))
-    for name, each in by_draw.items():
-        means = Errors(*(mean(column) for column in zip(*each, strict=True)))
-        print(_line(f"{name}, {DRAWS} draws", 60, means, len(tables[name]) - LEARNED_FROM[name]))
-    print("\nlearned, with the standard deviation of each before and after:\n")
-    print(head(("parameter", "assumed", "±", "learned", "±"), "lrrrr"))
-    spreads = zip(*(np.sqrt(np.diag(covariance(each))) for each in (GPU, gpu)), strict=True)
-    for parameter, (before, after) in zip(NAMES, spreads, strict=True):
-        values = (f"{getattr(each, parameter):.3g}" for each in (GPU, gpu))
-        print(line((parameter, next(values), f"{before:.0%}", next(values), f"{after:.0%}")))
-    for name, (sure, right, equal, equal_right) in told.items():
-        print(
-            f"\n{name}: of {sure} pairs whose predictions differ by more than a standard deviation {right / sure:.1%} "
-            f"are ordered right, of {equal} pairs that are called equal {equal_right / equal:.1%}"
+    paths = {name: path for name in READERS for path in (folder / "today" / name, folder / name) if path.exists()}
+    if not paths:
+        raise InputError(f"{folder}: no table of measured iterations; expected one of {', '.join(READERS)}")
+    groups, written = dict[str, list[Predicted]](), StringIO()
+    table = csv.writer(written, lineterminator="\n")
+    table.writerow(WRITTEN)
+    for name, path in paths.items():
+        for number, row in enumerate(READERS[name](read_text(path), name), 2):
+            made = predict(row)
+            groups.setdefault(row.group, []).append(made)
+            if made.reason:
+                print(f"{name}, line {number}, {row.name}: {made.reason}")
+            sizes = (" ".join(f"{each:.0f}" for each in every) for every in (row.bytes, made.bytes))
+            ms = f"{made.ms:.6g}" if made.iteration else ""
+            table.writerow((name, number, row.name, f"{row.ms:.6g}", ms, *sizes, made.reason))
+    print("\n" + head(("table", *COLUMNS), "lrrrrrrr"))
+    for group, members in groups.items():
+        print(line((group, len(members), *judged([each for each in members if each.iteration]))))
+    if rows:
+        write_file(rows, written.getvalue())
+
+
+def predict(row: Row) -> Predicted:
+    """Predict a row, or say why not."""
+    try:
+        iteration = row.express()
+        estimated = iteration.on(preset(GPUS, "gpu", iteration.gpu))
+        ms, kept = simulate(estimated)
+    except InputError as error:
+        return Predicted(row, reason=str(error))
+    peaks = [memory.state + memory.workspace + size for memory, size in zip(estimated.devices, kept, strict=True)]
+    ranks = len(row.bytes)
+    sizes = [peaks[rank * len(peaks) // ranks] for rank in range(ranks)] if ranks > 1 else peaks[-1:] * ranks
+    return Predicted(row, iteration, ms, sizes)
+
+
+def judged(made: Sequence[Predicted]) -> Iterator[str]:
+    """The cells of a line of the table."""
+    yield str(len(made))
+    if not made:
+        yield from "–" * 5
+        return
+    by = errors([each.iteration for each in made if each.iteration], [each.ms for each in made])
+    off = [abs(ours / measured - 1) for each in made for ours, measured in zip(each.bytes, each.row.bytes, strict=True)]
+    yield from (f"{by.mean:.1%}", f"{by.median:+.1%}")
+    yield from (f"{by.ordered:.1%} of {by.pairs}", f"{by.regret:.1%}") if by.pairs else "––"
+    yield text(mean(off) if off else None, ".1%")
+
+
+def vtrain(table: str, name: str) -> Iterator[Row]:
+    """VIA-Research/vTrain (MICRO 2024): Megatron-LM of 2022 on A100, full recomputation, unfused attention."""
+    group = f"vTrain, {'one node' if 'single' in name else 'several nodes'}"
+    for row in read_iterations(table, name):
+        division, run, shape = row.parallelism, row.run, row.shape
+        degrees = f"tp {division.tp} dp {division.dp} pp {division.pp}"
+        shown = f"{shape.layers} x {shape.hidden}, {degrees}, {run.microbatches} x {run.microbatch_size} sequences"
+        yield Row(group, shown, row.measured_ms, (), partial(row._replace, gpu="A100-megatron"))
+
+
+def simumax(table: str, name: str) -> Iterator[Row]:
+    """MooreThreads/SimuMax, docs/b200: 32-bit gradients, ZeRO 1, fused cross-entropy, no recomputation; of a cut
+    DeepSeek one layer is dense."""
+    for fields in csv.DictReader(StringIO(table)):
+        model = re.sub(r"^(deepseek|llama)-?(v?)", r"\1-\2", fields["model"])
+        peaks = [float(size) * 2**20 for size in fields["peak_allocated_mib_by_rank"].split()]
+        division = {each: fields[each] for each in ("tp", "cp", "ep", "pp")}
+        cut = {"layers": whole(fields["layers"])} | ({"dense_layers": 1} if "deepseek" in model else {})
+        batch = whole(fields["dp"]) * whole(fields["microbatches"]) * whole(fields["microbatch_size"])
+        run = {"precision": fields["precision"]}
+        plan = Plan(
+            fields["gpu"], fields["gpus"], str(batch), fields["microbatch_size"], fields["sequence"], division, run
         )
-    print(f"\nleft unexplained: {gpu.unexplained:.1%} of an iteration")
+        ms = float(fields["step_ms"])
+        group = grouped("SimuMax", "deepseek" in model, plan.gpu)
+        yield Row(group, fields["case"], ms, peaks, partial(plan.iteration, partial(cut_model, model, cut), ms))
 
 
-def distinct_sizes(gpu: Gpu, rows: Sequence[Iteration]) -> tuple[int, int, int, int]:
-    """Of plans that answer one question: pairs that predictions tell apart and how many of them are ordered right, then
-    the same of pairs that they call equal."""
-    by_question: dict[Any, list[tuple[Iteration, float, Any]]] = {}
-    for row in rows:
-        estimated = row.on(gpu)
-        slopes = gradient(lambda other, made=estimated: iteration_ms(made.on(other)), gpu)  # type: ignore[misc]
-        by_question.setdefault(question(row), []).append((row, iteration_ms(estimated), slopes))
-    counts = [0, 0, 0, 0]
-    for plans in by_question.values():
-        for (one, ms, slopes), (other, other_ms, other_slopes) in combinations(plans, 2):
-            spread = sqrt(sum(ratio_variances(gpu, slopes - other_slopes).values()))
-            equal = abs(log(ms / other_ms)) < spread
-            counts[2 * equal] += 1
-            counts[2 * equal + 1] += (ms < other_ms) == (one.measured_ms < other.measured_ms)
-    sure, right, same, same_right = counts
-    return sure, right, same, same_right
+def mlperf(table: str, name: str) -> Iterator[Row]:
+    """MLPerf Training, Llama 3.1 405B by NeMo: FP8, gradients of 16 bits, ZeRO 1, nothing recomputed. A row without its
+    configuration has tp 4, pp 8, 8 chunks and cp 2, as the others with 64 GPUs a replica have."""
+    columns = {"tp": "TENSOR_MODEL_PARALLEL", "pp": "PIPELINE_MODEL_PARALLEL", "cp": "CONTEXT_PARALLEL"}
+    columns["chunks"], usual = "INTERLEAVED_PIPELINE", {"tp": "4", "pp": "8", "cp": "2", "chunks": "8"}
+    for fields in csv.DictReader(StringIO(table)):
+        system = fields["system"]
+        gpu = re.search(r"G?[BH][123]00", f"{system} {fields['config']} {fields['submission_platform']}".upper())
+        nodes = fields["DGXNNODES"] or fields["submission_platform"].split("x")[0]
+        gpus = str(whole(nodes) * whole(fields["DGXNGPU"] or "8"))
+        division = {each: fields[column] or usual[each] for each, column in columns.items()}
+        run = {"precision": "fp8", "gradient_bytes": 2}
+        batch, size = fields["global_batch_size"], fields["MICRO_BATCH_SIZE"] or "1"
+        plan = Plan(gpu[0] if gpu else system, gpus, batch, size, fields["max_sequence_length"], division, run)
+        ms = 1000 * float(fields["median_s"])
+        shape = partial(cut_model, "llama-3-405b", {})
+        group = grouped("MLPerf", False, plan.gpu)
+        yield Row(group, f"{system} {fields['run']}", ms, (), partial(plan.iteration, shape, ms))
 
 
-def is_outlier(gpu: Gpu, row: Iteration, predicted_ms: float) -> bool:
-    """Whether the error is larger than three standard deviations of what no parameter explains."""
-    return abs(log(predicted_ms / row.measured_ms)) > OUTLIER * gpu.unexplained
+def bridge(table: str, name: str) -> Iterator[Row]:
+    """NVIDIA-NeMo/Megatron-Bridge's performance summary: gradients of 16 bits, ZeRO 1, or ZeRO 3 with FSDP; nothing
+    recomputed, no multi-token prediction, experts not divided; of two precisions in a cell the first, else FP8."""
+    for fields in csv.DictReader(StringIO(table)):
+        model, gpu = fields["Model"] or fields["section"].removeprefix("Model: "), fields["System"]
+        gpu = (gpu or fields["section"]).split("-")[-1]
+        precision = PRECISIONS[(fields["Precision"].split(" ")[0] or "FP8").upper()]
+        division = {each: re.sub("n/a", "1", fields[each.upper()]) for each in ("tp", "pp", "cp", "ep")}
+        division |= {"chunks": re.sub("n/a", "1", fields["VP"]), "zero": "3" if whole(fields["FSDP"] or "0") else "1"}
+        division |= {"etp": "1"}
+        run = {"precision": precision, "gradient_bytes": 2}
+        plan = Plan(gpu, fields["#-GPUs"], fields["GBS"], fields["MBS"], fields["Sequence Length"], division, run)
+        speed = float(fields["Tokens / sec / GPU"].split(" ")[0])
+        ms = 1000 * whole(plan.batch) * whole(plan.sequence) / (speed * whole(plan.gpus))
+        shape = partial(cut_model, BRIDGE.get(re.sub(r"\(.*|\W", "", model).lower(), model), {})
+        shown = f"{fields['container']} {model}, {gpu} x {plan.gpus}, {fields['Precision']}"
+        group = grouped("Bridge", "LLAMA" not in model, gpu)
+        yield Row(group, shown, ms, (), partial(plan.iteration, shape, ms))
 
 
-def preset(gpu: Gpu) -> dict[str, Any]:
-    """What was learned, in three digits."""
-    values = {name: float(f"{getattr(gpu, name):.3g}") for name in (*NAMES, "unexplained")}
-    return values | {"covariance": [[float(f"{each:.3g}") for each in row] for row in covariance(gpu).tolist()]}
-
-
-def read_tables(folder: Path) -> dict[str, list[Iteration]]:
-    """The rows of both files. Raises InputError if one is missing."""
-    if missing := [file for file in FILES.values() if not (folder / file).exists()]:
-        raise InputError(
-            f"{folder}: no {missing[0]}; expected {' and '.join(FILES.values())}, as vTrain publishes them"
+def golden(table: str, name: str) -> Iterator[Row]:
+    """NVIDIA/Megatron-LM's functional tests: GPTs with learned positions, tied matrices and 32-bit gradients, on 8
+    GPUs, `1node` of GB200 on 4, a `release` on 128; the last rank's peak."""
+    for fields in csv.DictReader(StringIO(table)):
+        case, gpu = fields["case"], fields["gpu"].upper()
+        gpus = "128" if case.endswith("_release") else "4" if case.endswith("1node") and gpu == "GB200" else "8"
+        division = {each: fields[column] or "1" for each, column in MEGATRON.items()}
+        division |= {"zero": "1" if fields["use-distributed-optimizer"] else "0"}
+        if each := fields["num-layers-per-virtual-pipeline-stage"]:
+            division["chunks"] = str(whole(fields["num-layers"]) // whole(division["pp"]) // whole(each))
+        run = {
+            "recompute": recomputed(fields),
+            "attention": "unfused" if fields["transformer-impl"] == "local" else "flash",
+        }
+        run["precision"] = "fp8" if fields["fp8-format"] else "bf16"
+        batch, size, sequence = (fields[each] for each in ("global-batch-size", "micro-batch-size", "seq-length"))
+        plan = Plan(gpu, gpus, batch, size, sequence, division, run)
+        ms = 1000 * float(fields["iteration_s_median"])
+        kind = "MoE" if fields["num-experts"] else "dense"
+        group = (
+            f"Megatron-LM, {kind}" if whole(fields["num-layers"] or "0") >= HOST else "Megatron-LM, waits for the host"
         )
-    return {name: read_iterations(read_text(folder / file), file) for name, file in FILES.items()}
+        peak = [float(fields["mem_max_GB"]) * 1e9] if fields["mem_max_GB"] else []
+        yield Row(group, f"{case} {gpu}", ms, peak, partial(plan.iteration, partial(megatron_shape, fields), ms))
 
 
-def predicted(gpu: Gpu, rows: Sequence[Iteration]) -> list[float]:
-    return [iteration_ms(row.on(gpu)) for row in rows]
+def recomputed(fields: Fields) -> str:
+    """The level that is nearest to Megatron-LM's flags."""
+    modules = fields["recompute-modules"]
+    if fields["recompute-granularity"] != "selective":
+        return fields["recompute-granularity"] or "none"
+    return "cheap" if "layernorm" in modules or "act" in modules else "selective"
 
 
-def learned(splits: Iterable[Split]) -> Gpu:
-    return learn(GPU, [row for split in splits for row in split.learned])
+def megatron_shape(fields: Fields) -> Transformer:
+    """The model of one of Megatron-LM's tests. Raises InputError if it is none that the cost model has."""
+    if fields["family"] not in ("gpt", "moe", "mixtral"):
+        raise InputError(f"family = {fields['family']}: expected gpt, moe or mixtral")
+    for column in ("mtp-num-layers", "offload-modules", "fine-grained-activation-offloading"):
+        if fields[column]:
+            raise InputError(f"{column} = {fields[column]}: is not modelled")
+    hidden, tp, gated = whole(fields["hidden-size"]), whole(fields["tensor-model-parallel-size"]), fields["swiglu"]
+    ffn = whole(fields["ffn-hidden-size"] or str(int(hidden * 8 / 3 / 64) * 64 if gated else 4 * hidden))
+    shape = {"layers": whole(fields["num-layers"]), "hidden": hidden, "ffn": ffn, "gated": bool(gated), "tied": True}
+    vocabulary = padded_vocabulary(whole(fields["vocab-size"] or str(GPT_VOCABULARY)), tp)
+    shape |= {"heads": whole(fields["num-attention-heads"]), "vocabulary": vocabulary, "dropout": True}
+    if fields["group-query-attention"]:
+        shape["query_groups"] = whole(fields["num-query-groups"])
+    if fields["num-experts"]:
+        shape |= {"experts": whole(fields["num-experts"]), "experts_per_token": whole(fields["moe-router-topk"] or "2")}
+        shape["expert_ffn"] = ffn
+    return Transformer.from_dict(shape | {"positions": whole(fields["seq-length"])}, fields["case"])
 
 
-def evenly(rows: Sequence[Iteration], count: int) -> Split:
-    """The first row of each of so many parts of equal length."""
-    return _split(rows, {n * len(rows) // count for n in range(count)})
+def cut_model(name: str, cut: dict[str, int]) -> Transformer:
+    """A preset with other layers. Raises InputError if there is none of this name."""
+    return preset(MODELS, "model", name).model_copy(update=cut)
 
 
-def drawn_at_random(rows: Sequence[Iteration], count: int, seed: int) -> Split:
-    return _split(rows, set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist()))
+def grouped(table: str, has_experts: bool, gpu: str) -> str:
+    """The line of the table that a row belongs to."""
+    age = "Hopper" if gpu in ("H100", "H200") else "Blackwell"
+    return f"{table}, {age}, {'MoE' if has_experts else 'dense'}"
 
 
-def _split(rows: Sequence[Iteration], chosen: set[int]) -> Split:
-    return Split([rows[n] for n in sorted(chosen)], [row for n, row in enumerate(rows) if n not in chosen])
+def whole(word: str, name: str = "a cell") -> int:
+    """The whole number of a cell. Raises InputError if it has none."""
+    if not word.isdigit():
+        raise InputError(f"{name} = {word!r}: expected a whole number")
+    return int(word)
 
 
-def _line(name: str, learned_from: int, judged: Errors, rows: int) -> str:
-    cells = (name, learned_from, rows, f"{judged.mean:.1%}", f"{judged.median:+.1%}")
-    ordered = f"{judged.ordered:.1%} of {judged.pairs:.0f}"
-    return line((*cells, ordered, f"{judged.regret:.1%}", f"{judged.most_regret:.1%}"))
+READERS: dict[str, Callable[[str, str], Iterator[Row]]] = {
+    "vtrain-single.csv": vtrain,
+    "vtrain-multi.csv": vtrain,
+    "simumax-b200.csv": simumax,
+    "mlperf-405b.csv": mlperf,
+    "megatron-bridge.csv": bridge,
+    "megatron-golden.csv": golden,
+}

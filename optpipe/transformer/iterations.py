@@ -1,4 +1,4 @@
-"""Iterations by 1F1B: predicted from an estimate, and measured ones, which a table has."""
+"""Iterations by 1F1B, plain or interleaved: predicted from an estimate, and measured ones, which a table has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.evaluate.jit import LazyJit
-from optpipe.model.arrays import Floats
+from optpipe.model.arrays import Floats, Ints
 from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Run, Transformer
@@ -38,71 +38,107 @@ MEGATRON = {"attention": "unfused", "recompute": "full"}
 
 
 class Iteration(NamedTuple):
-    """A measured iteration: what ran, and its time in ms."""
+    """A measured iteration: what ran, its time in ms, and on which GPU, if its table has several."""
 
     shape: Transformer
     parallelism: Parallelism
     run: Run
     measured_ms: float
+    gpu: str = ""
 
     def on(self, gpu: Gpu) -> Estimate:
         """What a GPU would take. Raises InputError if the parallelism does not divide the model."""
         return estimate(self.shape, self.parallelism, gpu, self.run)
 
 
-def iteration_ms(estimated: Estimate) -> float:
-    """Predict an iteration, in ms: 1F1B, then the gradients' reduction and the optimizer's step.
+class Simulated(NamedTuple):
+    """An iteration: its length in ms, and the most bytes of activations that each device keeps."""
 
-    Whether the model fits into the GPUs' memory does not matter. Raises InputError if a device has several stages: 1F1B
-    has one.
+    ms: float
+    activation_bytes: list[float]
+
+
+def iteration_ms(estimated: Estimate) -> float:
+    """Predict an iteration, in ms, as `simulate` does."""
+    return simulate(estimated).ms
+
+
+def simulate(estimated: Estimate) -> Simulated:
+    """Predict an iteration: 1F1B, interleaved with chunks, then the gradients' reduction and the optimizer's step.
+
+    Whether the model fits into the GPUs' memory does not matter. Raises InputError if the stages of a device are not
+    looped.
     """
-    if estimated.parallelism.chunks > 1:
-        raise InputError(f"chunks = {estimated.parallelism.chunks}: 1F1B has one stage a device")
+    division = estimated.parallelism
+    if division.chunks > 1 and division.shape != "looped":
+        raise InputError(f"shape = {division.shape}: 1F1B interleaves looped stages")
     clock, pieces = estimated.clock, estimated.pieces
     forward = {piece: clock.forward(piece).ms for piece in set(pieces)}
     backward = {piece: clock.backward_input(piece).ms + clock.backward_weight(piece).ms for piece in forward}
-    stages = [[pieces[i] for i in stage] for stage in estimated.stages]
-    makespan_ms = one_f_one_b_ms(
-        np.array([sum(forward[piece] for piece in stage) for stage in stages]),
-        np.array([sum(backward[piece] for piece in stage) for stage in stages]),
-        estimated.message_ms,
-        estimated.run.microbatches,
+    kept = {piece: piece.activation_bytes(estimated.run.recompute) for piece in forward}
+    forward_ms, backward_ms, kept_bytes = (
+        np.array([sum(each[pieces[i]] for i in stage) for stage in estimated.stages])
+        for each in (forward, backward, kept)
     )
-    return makespan_ms + estimated.after_ms
+    p, m = division.pp, estimated.run.microbatches
+    ms, most = one_f_one_b(forward_ms, backward_ms, kept_bytes, estimated.message_ms, p, m)
+    return Simulated(ms + estimated.after_ms, most)
 
 
-def one_f_one_b_ms(forward_ms: Floats, backward_ms: Floats, message_ms: float, microbatches: int) -> float:
-    """The makespan of 1F1B, by stages' times of a micro-batch: what `generate("1f1b", ...)` takes, without a problem.
+def one_f_one_b(
+    forward_ms: Floats, backward_ms: Floats, kept_bytes: Floats, message_ms: float, devices: int, microbatches: int
+) -> tuple[float, list[float]]:
+    """The makespan of 1F1B and the most that each device keeps, by stages' figures of a micro-batch, without a problem.
 
-    Narayanan et al. 2019, "PipeDream", figure 8.
+    Device d has the stages d, d + p, ...: with several of them it is interleaved 1F1B, in groups of p
+    micro-batches, or of more that are as even as they can be.
+
+    Narayanan et al. 2019, "PipeDream", figure 8; 2021, section 2.2.
     """
-    work = 2 * len(forward_ms) * microbatches
-    return float(_makespan(work, forward_ms, backward_ms, message_ms, microbatches))
+    chunks, groups = len(forward_ms) // devices, max(1, microbatches // devices)
+    there = np.array(
+        [(c, j) for group in np.array_split(range(microbatches), groups) for c in range(chunks) for j in group]
+    )
+    last = devices - 1 - np.arange(devices)
+    warm_up = last if chunks == 1 else 2 * last + (chunks - 1) * -(-microbatches // groups)
+    makespan, most = _timeline(
+        4 * len(there) * devices, forward_ms, backward_ms, kept_bytes, message_ms, there, warm_up
+    )
+    return float(makespan), list(map(float, most))
 
 
-def _simulate(forward: Floats, backward: Floats, message: float, m: int) -> float:
-    """In the order of a clock by which each op takes a unit: what an op waits for has then always run."""
-    p = len(forward)
-    f_end, b_end, free = np.zeros((p, m)), np.zeros((p, m)), np.zeros(p)
-    for tick in range(2 * (m + p)):
-        for s in range(p):
-            j, is_forward = -1, True
-            if 0 <= tick - s < min(m, p - s):  # warm-up
-                j = tick - s
-            elif (tick - s) % 2 == 0 and p - s <= (tick - s) // 2 < m:
-                j = (tick - s) // 2
-            elif (tick + s + 1) % 2 == 0 and 0 <= (tick + s + 1) // 2 - p < m:
-                j, is_forward = (tick + s + 1) // 2 - p, False
-            if j >= 0 and is_forward:
-                free[s] = max(free[s], f_end[s - 1, j] + message if s > 0 else 0.0) + forward[s]
-                f_end[s, j] = free[s]
-            elif j >= 0:
-                free[s] = max(free[s], b_end[s + 1, j] + message if s < p - 1 else 0.0) + backward[s]
-                b_end[s, j] = free[s]
-    return float(free.max())
+def _simulate(
+    forward: Floats, backward: Floats, kept: Floats, message: float, there: Ints, warm_up: Ints
+) -> tuple[float, Floats]:
+    """Each device in turn runs its ops for as long as what they wait for has run."""
+    stages, n, p = len(forward), len(there), len(warm_up)
+    f_end, b_end = np.full((stages, n), -1.0), np.full((stages, n), -1.0)
+    free, held, most, done = np.zeros(p), np.zeros(p), np.zeros(p), np.zeros(p, np.int64)
+    while done.min() < 2 * n:
+        for d in range(p):
+            warm = min(n, warm_up[d])
+            while done[d] < 2 * n:
+                i = done[d]
+                in_turn = warm <= i < 2 * n - warm
+                is_forward = i < warm or (in_turn and (i - warm) % 2 == 0)
+                k = i if i < warm else (i - warm) // 2 + warm * is_forward if in_turn else i - n
+                chunk, j = there[k]
+                s = (chunk if is_forward else stages // p - 1 - chunk) * p + d
+                end, before = (f_end, s - 1) if is_forward else (b_end, s + 1)
+                ready = 0.0 if is_forward else f_end[s, j]
+                if 0 <= before < stages:
+                    ready = end[before, j] + message if end[before, j] >= 0 else -1.0
+                if ready < 0:
+                    break
+                free[d] = max(free[d], ready) + (forward[s] if is_forward else backward[s])
+                end[s, j] = free[d]
+                held[d] += kept[s] if is_forward else -kept[s]
+                most[d] = max(most[d], held[d])
+                done[d] += 1
+    return free.max(), most
 
 
-_makespan = LazyJit(_simulate)
+_timeline = LazyJit(_simulate)
 
 
 def read_iterations(text: str, what: str = "rows", vocabulary: int = GPT_VOCABULARY) -> list[Iteration]:
@@ -159,14 +195,18 @@ def _iteration(row: Mapping[str, Any], what: str, vocabulary: int) -> Iteration:
             raise InputError(f"{what}: {COLUMNS[name]} = {number[name]}: expected a multiple of {multiple}")
     measured = _positive(row, MEASURED, what)
     shape = {name: number[name] for name in ("layers", "hidden", "heads", "sequence")}
-    multiple = VOCABULARY_MULTIPLE * tp
-    shape |= {"ffn": 4 * number["hidden"], "vocabulary": ceil(vocabulary / multiple) * multiple}
+    shape |= {"ffn": 4 * number["hidden"], "vocabulary": padded_vocabulary(vocabulary, tp)}
     shape |= {"positions": number["sequence"], "tied": True, "dropout": True}
     division = {"tp": tp, "dp": dp, "pp": pp, "sequence_parallel": False}
     run = {"microbatches": number["batch"] // (dp * size), "microbatch_size": size} | MEGATRON
     return Iteration(
         Transformer.from_dict(shape, what), Parallelism.from_dict(division, what), Run.from_dict(run, what), measured
     )
+
+
+def padded_vocabulary(vocabulary: int, tp: int) -> int:
+    """The vocabulary of Megatron-LM for so many tokens."""
+    return ceil(vocabulary / (VOCABULARY_MULTIPLE * tp)) * VOCABULARY_MULTIPLE * tp
 
 
 def _positive(row: Mapping[str, Any], column: str, what: str) -> float:
@@ -188,7 +228,7 @@ class Errors(NamedTuple):
         Of the errors, predicted over measured less 1: the mean of their sizes, and their median.
     ordered
         Of pairs of plans that differ by more than 5 % the share that is ordered right. Plans train the same model with
-        the same batch on the same number of GPUs.
+        the same batch on as many of the same GPUs; of one that was measured several times the mean counts.
     pairs
         How many pairs there are.
     regret
@@ -208,27 +248,35 @@ class Errors(NamedTuple):
 DIFFERENT = 0.05  # by how much measured iterations of a pair must differ
 
 
-def question(row: Iteration) -> tuple[int, ...]:
-    """What plans have in common that answer one question: the model, the batch, and the number of GPUs."""
+def question(row: Iteration) -> tuple[int | str, ...]:
+    """What plans have in common that answer one question: the model, the batch, and the GPUs."""
     shape, run = row.shape, row.run
     batch = row.parallelism.dp * run.microbatches * run.microbatch_size
-    return shape.layers, shape.hidden, shape.heads, shape.sequence or 0, batch, row.parallelism.gpus
+    sequence = run.sequence or shape.sequence or 0
+    return shape.layers, shape.hidden, shape.heads, shape.experts, sequence, batch, row.parallelism.gpus, row.gpu
 
 
 def errors(rows: Sequence[Iteration], predicted_ms: Sequence[float]) -> Errors:
     """Compare predictions with what was measured."""
     ratio = np.array(predicted_ms) / [row.measured_ms for row in rows] - 1
-    questions: dict[Any, list[tuple[float, float]]] = {}
+    measured_ms: dict[Any, dict[Any, list[float]]] = {}  # of a question's plans, each perhaps measured several times
+    predictions = {}
     for row, predicted in zip(rows, predicted_ms, strict=True):
-        questions.setdefault(question(row), []).append((predicted, row.measured_ms))
+        plan = row[:3]
+        measured_ms.setdefault(question(row), {}).setdefault(plan, []).append(row.measured_ms)
+        predictions[question(row), plan] = predicted
+    questions = [
+        [(predictions[asked, plan], float(np.mean(each))) for plan, each in plans.items()]
+        for asked, plans in measured_ms.items()
+    ]
     right = [
         (predicted < other) == (measured < other_measured)
-        for plans in questions.values()
+        for plans in questions
         for n, (predicted, measured) in enumerate(plans)
         for other, other_measured in plans[:n]
         if max(measured, other_measured) > (1 + DIFFERENT) * min(measured, other_measured)
     ]
-    regrets = [min(plans)[1] / min(ms for _, ms in plans) - 1 for plans in questions.values() if len(plans) > 1]
+    regrets = [min(plans)[1] / min(ms for _, ms in plans) - 1 for plans in questions if len(plans) > 1]
     return Errors(
         float(abs(ratio).mean()),
         float(np.median(ratio)),

@@ -1,0 +1,101 @@
+"""Tables of measured iterations: every row is predicted, or is named with the reason."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from optpipe.transformer.estimate import estimate
+from optpipe.transformer.iterations import COLUMNS, MEASURED, iteration_ms
+from optpipe.transformer.presets import GPUS, MODELS
+from optpipe.transformer.records import Parallelism, Run
+
+GOLDEN = """case,family,gpu,iteration_s_median,mem_max_GB,num-layers,hidden-size,ffn-hidden-size,num-attention-heads,\
+group-query-attention,num-query-groups,seq-length,micro-batch-size,global-batch-size,tensor-model-parallel-size,\
+pipeline-model-parallel-size,num-layers-per-virtual-pipeline-stage,num-virtual-stages-per-pipeline-rank,\
+context-parallel-size,expert-model-parallel-size,num-experts,moe-router-topk,mtp-num-layers,recompute-granularity,\
+recompute-modules,fine-grained-activation-offloading,offload-modules,use-distributed-optimizer,transformer-impl,\
+fp8-format,swiglu,vocab-size"""
+BRIDGE = """container,section,\
+System,#-GPUs,Precision,GBS,MBS,Sequence Length,TP,PP,CP,VP,EP,Tokens / sec / GPU,FSDP,Model
+26.04,Model: LLAMA3_70B,DGX-H100,64,FP8,256,1,8192,4,8,1,5,n/a,1600,0,
+25.09,System: DGX-H100,,64,,128,1,8192,8,8,1,5,1,1500 (1400),0,LLAMA3_70B
+25.09,System: DGX-H100,,64,,128,1,8192,4,8,1,5,1,1600,0,LLAMA3_70B
+26.04,Model: Nemotron_9,DGX-H100,64,FP8,512,1,8192,1,1,1,n/a,64,9000,0,
+26.04,Model: LLAMA3_70B,DGX-X1,64,FP8,256,1,8192,4,8,1,5,n/a,1600,0,
+26.04,Model: LLAMA3_70B,DGX-H100,64,FP8,251,1,8192,4,8,1,5,n/a,1600,0,
+"""
+SIMUMAX = """case,gpu,gpus,model,layers,sequence,microbatch_size,microbatches,tp,cp,ep,pp,dp,precision,step_ms,\
+peak_allocated_mib_by_rank
+a,B200,8,llama3-70b,12,4096,1,4,1,1,1,2,4,bf16,800,60000 60000 60000 60000 50000 50000 50000 50000
+b,B200,8,deepseekv2,4,4096,1,4,1,1,4,2,4,bf16,280,1 1 1 1 1 1 1 1
+"""
+MLPERF = """round,system,run,config,\
+submission_platform,global_batch_size,max_sequence_length,median_s,DGXNNODES,DGXNGPU,\
+TENSOR_MODEL_PARALLEL,PIPELINE_MODEL_PARALLEL,INTERLEAVED_PIPELINE,CONTEXT_PARALLEL,MICRO_BATCH_SIZE
+v5,a_h100,0,config_DGXH100_64.sh,64xNVIDIA,1152,8192,55,64,,8,8,8,2,1
+v5,b.dgxb200x8.n32,0,,32xPLACEHOLDER,576,8192,27,,,,,,,
+"""
+
+
+def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
+    head = ",".join([*COLUMNS.values(), MEASURED])
+    (tmp_path / "vtrain-single.csv").write_text(
+        f"{head}\n8,8,1,1024,16,8,1024,1,8,1,100\n8,8,2,1024,16,8,1024,2,4,1,120\n"
+    )
+    (tmp_path / "today").mkdir()
+    values = dict.fromkeys(GOLDEN.split(","), "") | {"family": "gpt", "case": "g", "gpu": "a100"}
+    values |= {"iteration_s_median": "1.5", "mem_max_GB": "20", "num-layers": "32", "hidden-size": "4096"}
+    values |= {"num-attention-heads": "32", "seq-length": "4096", "micro-batch-size": "1", "global-batch-size": "8"}
+    values |= {"tensor-model-parallel-size": "2", "pipeline-model-parallel-size": "4", "vocab-size": "32000"}
+    tests = [values, values | {"family": "bert"}, values | {"offload-modules": "mlp"}, values | {"num-layers": "16"}]
+    lines = [GOLDEN, *(",".join(each.values()) for each in tests)]
+    tables = {"golden": "\n".join(lines), "bridge": BRIDGE}
+    for name, text in tables.items():
+        (tmp_path / "today" / f"megatron-{name}.csv").write_text(text)
+    (tmp_path / "today/simumax-b200.csv").write_text(SIMUMAX)
+    (tmp_path / "today/mlperf-405b.csv").write_text(MLPERF)
+
+    ended = bench("predictions", tmp_path, "--rows", tmp_path / "out.csv")
+    assert ended.code == 0
+    with (tmp_path / "out.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["table"], row["row"]) for row in rows] == [
+        *(("vtrain-single.csv", str(n)) for n in (2, 3)),
+        *(("simumax-b200.csv", str(n)) for n in (2, 3)),
+        *(("mlperf-405b.csv", str(n)) for n in (2, 3)),
+        *(("megatron-bridge.csv", str(n)) for n in range(2, 8)),
+        *(("megatron-golden.csv", str(n)) for n in range(2, 6)),
+    ]
+    refused = {(row["table"], row["row"]): row["not_predicted"] for row in rows if not row["predicted_ms"]}
+    assert refused == {
+        (
+            "megatron-bridge.csv",
+            "5",
+        ): "model = Nemotron_9: neither a file nor a preset, which optpipe model --presets lists",
+        ("megatron-bridge.csv", "6"): "gpu = X1: neither a file nor a preset, which optpipe model --presets lists",
+        ("megatron-bridge.csv", "7"): "gpus = 64, batch = 251: no multiples of tp · pp · cp = 32, size = 1",
+        ("megatron-golden.csv", "3"): "family = bert: expected gpt, moe or mixtral",
+        ("megatron-golden.csv", "4"): "offload-modules = mlp: is not modelled",
+    }
+    assert all(f"{table}, line {row}" in ended.out for table, row in refused)
+    assert "| Bridge, Hopper, dense | 4 | 3 |" in ended.out
+    assert "of 1 |" in ended.out.split("Bridge, Hopper, dense")[1].splitlines()[0]  # tp 8 against tp 4
+    assert "| Megatron-LM, waits for the host | 1 | 1 |" in ended.out
+
+    run = Run(microbatches=128, sequence=8192, precision="fp8", gradient_bytes=2)
+    division = Parallelism(tp=4, pp=8, dp=2, chunks=5, zero=1, etp=1)
+    made = iteration_ms(estimate(MODELS["llama-3-70b"], division, GPUS["H100"], run))
+    bridge = [row for row in rows if row["table"] == "megatron-bridge.csv"]
+    assert float(bridge[0]["predicted_ms"]) == pytest.approx(made, rel=1e-5)
+    assert float(bridge[0]["measured_ms"]) == pytest.approx(256 * 8192 / (64 * 1600) * 1000)
+    assert float(bridge[1]["measured_ms"]) == pytest.approx(128 * 8192 / (64 * 1500) * 1000)
+    ranks = rows[2]["predicted_bytes"].split()
+    assert len(ranks) == 8
+    assert len(set(ranks[:4])) == len(set(ranks[4:])) == 1 != len(set(ranks))
+
+
+def test_a_folder_without_tables_is_refused(bench, tmp_path: Path):
+    ended = bench("predictions", tmp_path)
+    assert ended.code != 0
+    assert "no table of measured iterations; expected one of vtrain-single.csv" in ended.err
