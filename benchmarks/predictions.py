@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from benchmarks.tables import head, line, text
 from optpipe.errors import InputError
 from optpipe.files import read_text, write_file
+from optpipe.transformer.estimate import estimate
 from optpipe.transformer.iterations import (
     GPT_VOCABULARY,
     Iteration,
@@ -31,6 +32,11 @@ from optpipe.transformer.records import Parallelism, Run, Transformer
 COLUMNS = ("rows", "predicted", "mean error", "median", "ordered right, of pairs", "regret", "peak memory")
 WRITTEN = ("table", "row", "name", "measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "not_predicted")
 HOST = 24  # layers, below which Megatron-LM's tests are too small for a GPU
+HOST_US = {
+    "A100": 240.0,
+    "H100": 180.0,
+    "GB200": 300.0,
+}  # by kernel, of the hosts of these tests: deterministic kernels
 PRECISIONS = {"BF16": "bf16", "FP8": "fp8", "FP8-CS": "fp8", "FP8-MX": "mxfp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
 BRIDGE = {
     "llama3_8b": "llama-3-8b",
@@ -60,6 +66,7 @@ class Row(NamedTuple):
     ms: float
     bytes: Sequence[float]
     express: Callable[[], Iteration]  # raises InputError if the cost model has no such thing
+    host_us: float | None = None  # of its host, if not the preset's
 
 
 class Predicted(NamedTuple):
@@ -134,7 +141,8 @@ def predict(row: Row) -> Predicted:
     """Predict a row, or say why not."""
     try:
         iteration = row.express()
-        estimated = iteration.on(preset(GPUS, "gpu", iteration.gpu))
+        gpu = preset(GPUS, "gpu", iteration.gpu)
+        estimated = iteration.on(gpu.model_copy(update={"host_us": row.host_us or gpu.host_us}))
         ms, kept = simulate(estimated)
     except InputError as error:
         return Predicted(row, reason=str(error))
@@ -196,7 +204,7 @@ def mlperf(table: str, name: str) -> Iterator[Row]:
         nodes = fields["DGXNNODES"] or fields["submission_platform"].split("x")[0]
         gpus = str(whole(nodes) * whole(fields["DGXNGPU"] or "8"))
         division = {each: fields[column] or usual[each] for each, column in columns.items()}
-        run = {"precision": "fp8", "gradient_bytes": 2}
+        run = {"precision": "fp8", "gradient_bytes": 2, "overlap": "all"}
         batch, size = fields["global_batch_size"], fields["MICRO_BATCH_SIZE"] or "1"
         plan = Plan(gpu[0] if gpu else system, gpus, batch, size, fields["max_sequence_length"], division, run)
         ms = 1000 * float(fields["median_s"])
@@ -215,11 +223,12 @@ def bridge(table: str, name: str) -> Iterator[Row]:
         division = {each: re.sub("n/a", "1", fields[each.upper()]) for each in ("tp", "pp", "cp", "ep")}
         division |= {"chunks": re.sub("n/a", "1", fields["VP"]), "zero": "3" if whole(fields["FSDP"] or "0") else "1"}
         division |= {"etp": "1"}
-        run = {"precision": precision, "gradient_bytes": 2}
+        run = {"precision": precision, "gradient_bytes": 2, "overlap": "all", "dispatch": "once"}
         plan = Plan(gpu, fields["#-GPUs"], fields["GBS"], fields["MBS"], fields["Sequence Length"], division, run)
         speed = float(fields["Tokens / sec / GPU"].split(" ")[0])
         ms = 1000 * whole(plan.batch) * whole(plan.sequence) / (speed * whole(plan.gpus))
-        shape = partial(cut_model, BRIDGE.get(re.sub(r"\(.*|\W", "", model).lower(), model), {})
+        operations = 1e12 * float(re.sub(r"[^\d.].*", "", fields["Model TFLOP / sec / GPU"])) / speed
+        shape = partial(trained_model, BRIDGE.get(re.sub(r"\(.*|\W", "", model).lower(), model), operations)
         shown = f"{fields['container']} {model}, {gpu} x {plan.gpus}, {fields['Precision']}"
         group = grouped("Bridge", "LLAMA" not in model, gpu)
         yield Row(group, shown, ms, (), partial(plan.iteration, shape, ms))
@@ -248,7 +257,8 @@ def golden(table: str, name: str) -> Iterator[Row]:
             f"Megatron-LM, {kind}" if whole(fields["num-layers"] or "0") >= HOST else "Megatron-LM, waits for the host"
         )
         peak = [float(fields["mem_max_GB"]) * 1e9] if fields["mem_max_GB"] else []
-        yield Row(group, f"{case} {gpu}", ms, peak, partial(plan.iteration, partial(megatron_shape, fields), ms))
+        express = partial(plan.iteration, partial(megatron_shape, fields), ms)
+        yield Row(group, f"{case} {gpu}", ms, peak, express, HOST_US.get(gpu) if "waits" in group else None)
 
 
 def recomputed(fields: Fields) -> str:
@@ -282,6 +292,18 @@ def megatron_shape(fields: Fields) -> Transformer:
 def cut_model(name: str, cut: dict[str, int]) -> Transformer:
     """A preset with other layers. Raises InputError if there is none of this name."""
     return preset(MODELS, "model", name).model_copy(update=cut)
+
+
+def trained_model(name: str, operations: float) -> Transformer:
+    """A preset. Raises InputError if there is none, or if a token takes fewer operations than training a dense one."""
+    shape = preset(MODELS, "model", name)
+    whole_training = 6 * estimate(shape, Parallelism(), GPUS["H100"], Run(microbatches=1)).parameters
+    if not shape.experts and operations < 0.8 * whole_training:
+        share = operations / whole_training
+        raise InputError(
+            f"model = {name}: LoRA is not modelled, and a token takes {share:.0%} of 6 operations a weight"
+        )
+    return shape
 
 
 def grouped(table: str, has_experts: bool, gpu: str) -> str:

@@ -136,10 +136,10 @@ def left_out(shape: Transformer) -> Iterator[str]:
 
 def assumed(estimate: Estimate) -> str:
     """The parameters that times follow from."""
-    gpu, peak = estimate.gpu, estimate.clock.peak(estimate.run.precision)
+    gpu, precision = estimate.gpu, estimate.run.precision
     return (
-        f"{'assumed' if gpu.covariance is None else 'learned'}: matmuls reach {gpu.matmul_fraction:.0%} of "
-        f"{peak / 1e12:.0f} TFLOP/s, half of that at depth {gpu.matmul_depth:.0f}, attention "
+        f"{'assumed' if gpu.covariance is None else 'learned'}: matmuls reach {gpu.fraction(precision):.0%} of "
+        f"{estimate.clock.peak(precision) / 1e12:.0f} TFLOP/s, half of that at depth {gpu.matmul_depth:.0f}, attention "
         f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, the network "
         f"{gpu.network_fraction:.0%}, the host link {gpu.host_fraction:.0%}; launching a kernel takes "
         f"{gpu.host_us:.0f} µs, a step of a collective {gpu.link_us:.1f} µs"

@@ -240,8 +240,12 @@ class Estimate:
 
     @property
     def after_ms(self) -> float:
-        """What comes after the schedule in an iteration: the gradients' reduction, and the optimizer's step."""
-        return self.reduction_ms + self.optimizer_ms
+        """What comes after the schedule in an iteration: the gradients' reduction, and the optimizer's step.
+
+        Where a stack reduces while it computes, a micro-batch's ops hide that.
+        """
+        hidden = min(self.busy_ms) if self.run.overlap != "none" else 0.0
+        return max(0.0, self.reduction_ms - hidden) + self.optimizer_ms
 
     def divided(self, parallelism: Parallelism, run: Run) -> Estimate:
         """The same pieces on other devices, in other stages, for more or fewer micro-batches, at the same costs.

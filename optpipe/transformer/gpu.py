@@ -48,6 +48,9 @@ class Gpu(Document):
     passes over memory and links reach; `matmul_depth`, the depth at which a matmul reaches half of its fraction;
     `host_us`, in which the host launches a kernel; `link_us`, the latency of each step of a collective.
 
+    `precision_fractions` are what matmuls of other precisions reach over `matmul_fraction`, which is that of 16 bits: a
+    GPU whose power is the limit reaches more of its peak with fewer.
+
     `covariance` is that of the logarithms of `PARAMETERS`, in this order, None before anything was measured.
     `unexplained` is the standard deviation of the logarithm of measured over predicted iterations, outliers aside,
     beside what these parameters leave open.
@@ -67,6 +70,7 @@ class Gpu(Document):
     gpus_per_host_link: Degree = 1
     reserved_bytes: Bytes
     matmul_fraction: Fraction
+    precision_fractions: dict[Precision, Annotated[float, Field(gt=0, le=10)]] = Field(default_factory=dict)
     matmul_depth: Time
     attention_fraction: Fraction
     memory_fraction: Fraction
@@ -77,6 +81,10 @@ class Gpu(Document):
     link_us: Time
     covariance: Items[Items[float]] | None = None
     unexplained: Annotated[float, Field(ge=0, le=10)] = 0.06  # as of vTrain's iterations (docs/costs.md)
+
+    def fraction(self, precision: Precision) -> float:
+        """How much of its peak large matmuls reach in this precision."""
+        return self.matmul_fraction * self.precision_fractions.get(precision, 1.0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

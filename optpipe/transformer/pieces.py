@@ -8,9 +8,13 @@ With 16-bit numbers and an ungated MLP of width 4h a layer saves 34·b·s·h + 5
 from __future__ import annotations
 
 from optpipe.transformer.attention import attention
+from optpipe.transformer.records import Dispatch
 from optpipe.transformer.work import FP32, NORM, RESIDUAL, Collective, Matmul, Piece, Saved, Share, Work
 
 INDEX = 8  # bytes of a token's number
+# Bytes that are read and written to put tokens in order: before they leave for experts and when they have come, and on
+# the way back; where the kernels that send do it, once on each way.
+ORDERED: dict[Dispatch, int] = {"alltoall": 8, "once": 4}
 LOSS = 5  # times that F of a cross entropy over divided logits reads or writes them in 32 bits (Megatron-LM's)
 
 
@@ -119,7 +123,8 @@ def _experts(share: Share) -> Piece:
     sent_bytes = value_bytes * sent * hidden
     numbers = shape.expert_ffn * sent / etp + shape.shared_ffn * share.tokens / tp  # behind the up matrices
     middle, local = value_bytes * numbers, shape.experts / ep
-    over_experts = Collective("experts", 2 * sent_bytes * (1 - 1 / ep) / etp, 2 * (ep - 1))
+    copies = shape.experts_per_token if share.run.dispatch == "once" else 0
+    over_experts = Collective("experts", 2 * sent_bytes * (1 - 1 / ep) / etp, 2 * (ep - 1), copies)
     return Piece(
         kind="expert",
         weights=hidden * shape.experts + hidden * shape.shared_ffn * matrices / tp + shape.all_vectors.router,
@@ -140,7 +145,7 @@ def _experts(share: Share) -> Piece:
                 Matmul(sent / local, hidden, shape.expert_ffn / etp, local),
                 *(_up_and_down(share, shape.shared_ffn / tp) if shape.shared_ffn else ()),
             ),
-            traffic=(NORM + RESIDUAL) * whole + 4 * sent_bytes + matrices * middle,
+            traffic=(NORM + RESIDUAL) * whole + ORDERED[share.run.dispatch] * sent_bytes + matrices * middle,
             again=NORM * whole + matrices * middle,
             passes=5,
             sent=(*(share.reduced if etp == tp or shape.shared_ffn else ()), *((over_experts,) if ep > 1 else ())),

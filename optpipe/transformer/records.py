@@ -15,7 +15,9 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**20)]
 Numbers = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 Degree = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Text = Annotated[str, Field(max_length=500)]
-Precision = Literal["bf16", "fp8", "fp32"]
+Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4", "fp32"]
+Overlap = Literal["none", "replicas", "all"]
+Dispatch = Literal["alltoall", "once"]
 Attention = Literal["flash", "unfused"]
 Recompute = Literal["none", "selective", "cheap", "full"]
 
@@ -255,7 +257,8 @@ class RunOptions(Document):
     sequence
         Tokens of a sequence. Default: the preset's.
     precision
-        bf16, fp8 or fp32.
+        bf16, fp8 (a scale a tensor), mxfp8 (a scale for 32 numbers), nvfp4 (4 bits, a scale for 16) or fp32. Only
+        layers' matmuls have 8 or 4 bits; weights, activations and the head have 16.
     attention
         flash or unfused.
     fused
@@ -273,6 +276,12 @@ class RunOptions(Document):
         copy of them.
     expert_load
         Tokens of the busiest GPU's experts, relative to the mean.
+    dispatch
+        How tokens reach experts: alltoall sends one copy for each expert; once (DeepEP, HybridEP) one for each GPU,
+        over the network one for each node, in the order of the experts.
+    overlap
+        What a stack sends while it computes: nothing, replicas (gradients beside the last backward, weights beside the
+        first forward), or all, also half of tensor parallelism's collectives, beside their op's matmuls.
     """
 
     WHAT = "run"
@@ -287,6 +296,8 @@ class RunOptions(Document):
     gradient_bytes: Annotated[int, Field(strict=True, ge=1, le=8)] = 4
     optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=32)] | None = None
     expert_load: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    dispatch: Dispatch = "alltoall"
+    overlap: Overlap = "none"
 
 
 class Run(RunOptions):
@@ -298,7 +309,7 @@ class Run(RunOptions):
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a weight or of an activation's element. With fp8 only matmuls with weights are in 8 bits."""
+        """Bytes of a weight or of an activation's element; only operands of layers' matmuls may have fewer bits."""
         return 4 if self.precision == "fp32" else 2
 
     @property

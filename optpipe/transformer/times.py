@@ -24,6 +24,9 @@ MS, US = 1000, 1e-3  # ms of a second and of a microsecond
 # two (Dao 2023, FlashAttention-2, section 3.1).
 SCORES_BACKWARD = {"flash": 2.5, "unfused": 2.0}
 TRAFFIC_BACKWARD = 2  # F reads x and writes y, B reads x and dy and writes dx, and norms read both once more
+OPERAND_BYTES: dict[Precision, float] = {"bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "fp32": 4}
+ROUNDED_TWICE = 2  # along rows for one matmul, along columns for the other one of the two that a tensor is in
+HIDDEN = 0.5  # of tensor parallelism's collectives, where a stack sends them in parts: 0, 0.5 and 1 - 1/tp were tried
 # Kernels are shorter or longer than it takes to launch them, so a piece takes longer than either sum, and less than
 # both: the norm of both with this exponent. 2 to 6 predict measured iterations about equally well.
 HOST_AND_GPU = 3
@@ -75,7 +78,9 @@ class Links:
         p = self.parallelism
         groups = {"tensor": (p.tp, 1), "context": (p.cp, p.tp), "experts": (p.ep, p.expert_tp)}
         return sum(
-            (self.exchange_ms if each.over == "experts" else self.ring_ms)(each.bytes, *groups[each.over], each.steps)
+            self.exchange_ms(each, *groups[each.over])
+            if each.over == "experts"
+            else self.ring_ms(each.bytes, *groups[each.over], each.steps)
             for each in collectives
             if over in (None, each.over)
         )
@@ -107,17 +112,24 @@ class Links:
             speed = max(network, min(link, gpu.gpus_per_node * network)) if stride == 1 else network
         return nbytes / speed * MS + steps * gpu.link_us * US if ranks > 1 else 0.0
 
-    def exchange_ms(self, nbytes: float, ranks: int, stride: int, steps: int) -> float:
-        """Time of an all-to-all in which each of some ranks sends so many bytes, the same to each other rank.
+    def exchange_ms(self, sent: Collective, ranks: int, stride: int) -> float:
+        """Time of an all-to-all in which each of some ranks sends the same to each other rank.
 
-        What goes to other nodes leaves by the rank's own network card, while the rest takes links.
+        What goes to other nodes leaves by the rank's own network card, while the rest takes links. With `copies` links
+        also spread what came for several GPUs of the node.
         """
         gpu = self.gpu
         near = min(ranks, max(1, gpu.gpus_per_node // stride))
-        away = nbytes * (ranks - near) / (ranks - 1)
-        over_links_s = (nbytes - away) / (gpu.link_bytes_per_s * gpu.link_fraction)
+        away = sent.bytes * (ranks - near) / (ranks - 1)
+        inside = sent.bytes - away
+        if sent.copies:  # each to one of n others at random: n(1 - (1 - 1/n)^k) of them get one
+            single = sent.bytes / (1 - 1 / ranks) / sent.copies
+            nodes = ranks / near
+            inside = single * (ranks - 1) * (1 - (1 - 1 / ranks) ** sent.copies)
+            away = single * (nodes - 1) * (1 - (1 - 1 / nodes) ** sent.copies)
+        over_links_s = inside / (gpu.link_bytes_per_s * gpu.link_fraction)
         over_network_s = away / (gpu.network_bytes_per_s * gpu.network_fraction)
-        return max(over_links_s, over_network_s) * MS + steps * gpu.link_us * US
+        return max(over_links_s, over_network_s) * MS + sent.steps * gpu.link_us * US
 
     @cached_property
     def host_speed(self) -> float:
@@ -195,26 +207,28 @@ class Clock:
     def forward(self, piece: Piece) -> Times:
         work = piece.work
         flash = self._flash(work)
-        launched = len(work.matmuls) + len(work.products) + work.passes + len(work.sent) + bool(flash)
+        launched = work.launches + len(work.products) + work.passes + len(work.sent) + bool(flash)
         attention = self._products_ms(work.products) + flash
-        computed = self._overlapped(
-            sum(map(self.matmul_ms, work.matmuls)), attention, self.pass_ms(work.traffic), launched
-        )
-        return computed._replace(messages=self.links.collectives_ms(work.sent) + self._gathered(piece))
+        matmuls = self._matmuls_ms(piece, work.matmuls)
+        rounded = self._rounded_ms(piece, sum(each.copies * each.rows * each.depth for each in work.matmuls))
+        computed = self._overlapped(matmuls, attention, self.pass_ms(work.traffic) + rounded, launched)
+        return computed._replace(messages=self._sent_ms(work, matmuls) + self._gathered(piece))
 
     def backward_input(self, piece: Piece) -> Times:
         """A matmul's input gradient is one matmul of the same operations; keys and values come around again."""
         work = piece.work
         products = [each for one in work.products for each in (one.input_gradient, one.weight_gradient)]
-        launched = len(work.matmuls) + len(products) + work.passes + len(work.sent) + bool(self._flash(work))
+        launched = work.launches + len(products) + work.passes + len(work.sent) + bool(self._flash(work))
+        matmuls = self._matmuls_ms(piece, [each.input_gradient for each in work.matmuls])
         computed = self._overlapped(
-            sum(self.matmul_ms(each.input_gradient) for each in work.matmuls),
+            matmuls,
             self._products_ms(products) + SCORES_BACKWARD["flash"] * self._flash(work),
-            self.pass_ms(TRAFFIC_BACKWARD * work.traffic),
+            self.pass_ms(TRAFFIC_BACKWARD * work.traffic)
+            + self._rounded_ms(piece, sum(each.outputs for each in work.matmuls)),
             launched,
         )
         return computed._replace(
-            messages=self.links.collectives_ms(work.sent)
+            messages=self._sent_ms(work, matmuls)
             + self.links.collectives_ms(work.sent, "context")
             + self._gathered(piece),
             recomputing=self._again_ms(piece, self.run.recompute),
@@ -227,9 +241,9 @@ class Clock:
         """
         work, weights = piece.work, piece.weights + piece.expert_weights
         sums = self.pass_ms(2 * self.run.gradient_bytes * weights)
-        matmuls = sum(self.matmul_ms(each.weight_gradient) for each in work.matmuls)
+        matmuls = self._matmuls_ms(piece, [each.weight_gradient for each in work.matmuls])
         reduced = self.run.gradient_bytes if self.parallelism.zero >= 2 else 0
-        return self._overlapped(matmuls, 0.0, max(0.0, sums - matmuls), len(work.matmuls))._replace(
+        return self._overlapped(matmuls, 0.0, max(0.0, sums - matmuls), work.launches)._replace(
             messages=self.links.replicas_ms(reduced, piece.weights, piece.expert_weights)
         )
 
@@ -237,19 +251,21 @@ class Clock:
         """F, B and W together."""
         return total((self.forward(piece), self.backward_input(piece), self.backward_weight(piece)))
 
-    def matmul_ms(self, matmul: Matmul, peak: float | None = None) -> float:
+    def matmul_ms(self, matmul: Matmul, precision: Precision | None = None, grouped: bool = False) -> float:
         """How long one kernel of matmuls takes: its operations at the speed of its depth, or its bytes.
 
         What a tile computes grows with the depth, what it takes to begin and to end does not: at `matmul_depth` half of
-        the fraction is reached.
+        the fraction is reached. Grouped matmuls, each of other weights, take both in turn: their tiles are few.
         """
-        gpu, peak = self.gpu, peak or self.peak(self.run.precision)
-        computing = matmul.operations * (1 + gpu.matmul_depth / matmul.depth) / (peak * gpu.matmul_fraction) * MS
-        return max(computing, self.pass_ms(self.run.value_bytes * matmul.numbers))
+        gpu, precision = self.gpu, precision or self.run.precision
+        speed = self.peak(precision) * gpu.fraction(precision)
+        computing = matmul.operations * (1 + gpu.matmul_depth / matmul.depth) / speed * MS
+        moving = self.pass_ms(OPERAND_BYTES[precision] * matmul.operands + self.run.value_bytes * matmul.outputs)
+        return computing + moving if grouped else max(computing, moving)
 
     def flash_ms(self, operations: float) -> float:
         """How long flash attention takes."""
-        return operations / (self._attention_peak * self.gpu.attention_fraction) * MS
+        return operations / (self.peak(self._wide) * self.gpu.attention_fraction) * MS
 
     def pass_ms(self, nbytes: float) -> float:
         """How long it takes to read and write so many bytes."""
@@ -280,16 +296,34 @@ class Clock:
             raise InputError(f"precision = {precision}: {self.gpu.name or 'the GPU'} has {', '.join(self.gpu.flops)}")
         return self.gpu.flops[precision]
 
-    @cached_property
-    def _attention_peak(self) -> float:
-        """Attention's numbers have 16 bits where matmuls' have 8."""
-        return self.peak("bf16" if self.run.precision == "fp8" else self.run.precision)
+    @property
+    def _wide(self) -> Precision:
+        """The precision of attention and the head, which have 16 bits where layers' matmuls have fewer."""
+        return "fp32" if self.run.precision == "fp32" else "bf16"
 
     def _products_ms(self, products: Iterable[Matmul]) -> float:
         """How long the matmuls of unfused attention take."""
-        return sum(self.matmul_ms(each, self._attention_peak) for each in products)
+        return sum(self.matmul_ms(each, self._wide) for each in products)
 
-    def _overlapped(self, matmuls: float, attention: float, passes: float, launched: int) -> Times:
+    def _matmuls_ms(self, piece: Piece, matmuls: Iterable[Matmul]) -> float:
+        precision = self.run.precision if piece.is_layer else self._wide
+        return sum(self.matmul_ms(each, precision, grouped=each.copies > 1) for each in matmuls)
+
+    def _rounded_ms(self, piece: Piece, numbers: float) -> float:
+        """How long it takes to read so many numbers of matmuls' inputs and to write them with fewer bits."""
+        narrow = OPERAND_BYTES[self.run.precision]
+        if not piece.is_layer or narrow >= self.run.value_bytes:
+            return 0.0
+        return self.pass_ms((self.run.value_bytes + ROUNDED_TWICE * narrow) * numbers)
+
+    def _sent_ms(self, work: Work, matmuls_ms: float) -> float:
+        """The collectives of an op, without what its matmuls hide of those over tensor-parallel ranks."""
+        sent = self.links.collectives_ms(work.sent)
+        if self.run.overlap != "all":
+            return sent
+        return sent - min(HIDDEN * self.links.collectives_ms(work.sent, "tensor"), matmuls_ms)
+
+    def _overlapped(self, matmuls: float, attention: float, passes: float, launched: float) -> Times:
         """The time of kernels while the host launches so many."""
         gpu, host = matmuls + attention + passes, launched * self.gpu.host_us * US
         both = (gpu**HOST_AND_GPU + host**HOST_AND_GPU) ** (1 / HOST_AND_GPU)

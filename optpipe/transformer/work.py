@@ -30,9 +30,14 @@ class Matmul(NamedTuple):
         return 2 * self.copies * self.rows * self.columns * self.depth
 
     @property
-    def numbers(self) -> float:
-        """Of both matrices and of what comes out."""
-        return self.copies * (self.rows * self.depth + self.depth * self.columns + self.rows * self.columns)
+    def operands(self) -> float:
+        """Numbers of both matrices."""
+        return self.copies * (self.rows * self.depth + self.depth * self.columns)
+
+    @property
+    def outputs(self) -> float:
+        """Numbers of what comes out."""
+        return self.copies * self.rows * self.columns
 
     @property
     def input_gradient(self) -> Matmul:
@@ -44,11 +49,16 @@ class Matmul(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What a GPU sends to the other GPUs that work on the same stage, along one dimension of parallelism."""
+    """What a GPU sends to the other GPUs that work on the same stage, along one dimension of parallelism.
+
+    Of `copies` of a token to experts those for one GPU are sent once, and those for one node cross the network once; 0:
+    each is sent.
+    """
 
     over: Literal["tensor", "context", "experts"]
     bytes: float
     steps: int  # one after the other
+    copies: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,11 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+    @property
+    def launches(self) -> float:
+        """How many kernels of matmuls with weights the host launches: of grouped ones one for each expert."""
+        return sum(each.copies for each in self.matmuls)
 
     @property
     def matmul(self) -> float:

@@ -81,7 +81,8 @@ def test_the_last_line_says_what_there_is_time_to_offload(run: Run, words: str, 
 def test_presets_are_listed(run: Run):
     listed = json.loads(run("model", "--presets", "--json")[1])
     assert {"llama-2-70b", "gpt-3-175b", "optpipe-7.1b"} <= listed["models"].keys()
-    assert {"A100", "A100-800G", "A100-megatron", "H100", "H200", "B200", "MI300X"} == listed["gpus"].keys()
+    blackwell = {"B200", "B300", "GB200", "GB300"}
+    assert {"A100", "A100-800G", "A100-megatron", "H100", "H200", "MI300X"} | blackwell == listed["gpus"].keys()
 
 
 HEAD = ",".join([*COLUMNS.values(), MEASURED])

@@ -1,7 +1,8 @@
 """The cost model: the papers' formulas, what parallelism divides, presets, and problems that can be solved."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from optpipe import InputError, Problem, check, offload_ratio
 from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run, Transformer
-from optpipe.transformer.work import Matmul, Piece
+from optpipe.transformer.times import Times
+from optpipe.transformer.work import Collective, Matmul, Piece
 from optpipe_solver import systems
 
 GPT = Transformer(layers=4, hidden=1024, ffn=4096, heads=16, vocabulary=50000, sequence=512, dropout=True)
@@ -139,13 +141,14 @@ def test_neighbours_share_a_host_link_only_if_they_are_neighbours_in_the_node():
 def test_messages_to_other_nodes_take_the_network():
     eight = GPT.model_copy(update={"layers": 8})
     near, far = made(eight, {"pp": 8}), made(eight, {"pp": 8, "tp": 2})
-    latency = GPUS["H100"].link_us / 1000
-    assert near.problem.p2p_ms == pytest.approx(1000 * 2 * 512 * 1024 / (450e9 * 0.75) + latency)
-    assert far.problem.p2p_ms == pytest.approx(1000 * 512 * 1024 / (50e9 * 0.75) + latency)
+    gpu = GPUS["H100"]
+    latency, link, network = gpu.link_us / 1000, 450e9 * gpu.link_fraction, 50e9 * gpu.network_fraction
+    assert near.problem.p2p_ms == pytest.approx(1000 * 2 * 512 * 1024 / link + latency)
+    assert far.problem.p2p_ms == pytest.approx(1000 * 512 * 1024 / network + latency)
     nine = made(GPT.model_copy(update={"layers": 9}), {"pp": 3, "dp": 3})  # a GPU more than a node has
-    assert nine.message_ms == pytest.approx(1000 * 2 * 512 * 1024 / (50e9 * 0.75) + latency)
+    assert nine.message_ms == pytest.approx(1000 * 2 * 512 * 1024 / network + latency)
     whole = made(eight, {"pp": 8, "tp": 2, "sequence_parallel": False})  # sent in halves, and gathered
-    assert whole.problem.p2p_ms == pytest.approx(far.problem.p2p_ms + 1000 * 512 * 1024 / (450e9 * 0.75) + latency)
+    assert whole.problem.p2p_ms == pytest.approx(far.problem.p2p_ms + 1000 * 512 * 1024 / link + latency)
 
 
 def test_a_ring_leaves_a_node_by_all_network_cards_only_if_it_has_all_its_gpus():
@@ -164,9 +167,26 @@ def test_tokens_for_experts_on_other_nodes_leave_by_the_card_of_their_gpu():
     """Of 15 other GPUs 8 are on the other node; with tensor parallelism 2 there are four of the group on each."""
     nbytes, gpu, links = 15e9, GPUS["A100"], made(gpu="A100").clock.links
     card, link = gpu.network_bytes_per_s * gpu.network_fraction, gpu.link_bytes_per_s * gpu.link_fraction
-    assert links.exchange_ms(nbytes, 16, 1, steps=0) == pytest.approx(8e12 / card)
-    assert links.exchange_ms(nbytes, 16, 2, steps=0) == pytest.approx(12e12 / card)
-    assert links.exchange_ms(nbytes, 8, 1, steps=7) == pytest.approx(15e12 / link + 7 * gpu.link_us / 1000)
+    sent = Collective("experts", nbytes, 0)
+    assert links.exchange_ms(sent, 16, 1) == pytest.approx(8e12 / card)
+    assert links.exchange_ms(sent, 16, 2) == pytest.approx(12e12 / card)
+    assert links.exchange_ms(sent._replace(steps=7), 8, 1) == pytest.approx(15e12 / link + 7 * gpu.link_us / 1000)
+
+
+@pytest.mark.parametrize(("nodes", "near", "copies"), [(2, 2, 3), (1, 4, 2), (4, 1, 3)])
+def test_a_token_is_sent_once_to_each_gpu_and_crosses_the_network_once_for_each_node(nodes, near, copies):
+    """The mean over all ways in which a token's copies may be spread; of GPU 0, whose own are not sent."""
+    ranks, gpu = nodes * near, GPUS["A100"].model_copy(update={"gpus_per_node": near, "link_us": 0.0})
+    links = replace(made(gpu="A100").clock.links, gpu=gpu)
+    ways = [set(way) for way in product(range(ranks), repeat=copies)]
+    to_gpus = mean(len(way - {0}) for way in ways)
+    to_nodes = mean(len({rank // near for rank in way} - {0}) for way in ways)
+    token = 1e9  # bytes of a single copy
+    every = Collective("experts", token * copies * (1 - 1 / ranks), 0)
+    card, link = gpu.network_bytes_per_s * gpu.network_fraction, gpu.link_bytes_per_s * gpu.link_fraction
+    once = links.exchange_ms(every._replace(copies=copies), ranks, 1)
+    assert once == pytest.approx(1000 * token * max(to_gpus / link, to_nodes / card))
+    assert once < links.exchange_ms(every, ranks, 1)
 
 
 def test_weights_are_gathered_once_for_a_backward_that_recomputes():
@@ -199,6 +219,44 @@ def test_attention_has_16_bits_where_matmuls_have_8_and_a_softmax_is_one_kernel_
     assert times[1].matmuls < times[0].matmuls
     passes = [layer(GPT, {"tp": 8}, attention="unfused", microbatch_size=size).work.passes for size in (1, 2)]
     assert passes == [11, 7]  # two norms, an activation function, two residuals, softmax and its dropout
+
+
+@pytest.mark.parametrize("gpu", ["B200", "B300", "GB200", "GB300"])
+def test_fewer_bits_are_computed_faster_in_layers_but_not_in_the_head(gpu):
+    """Rounding reads 16 bits and writes the others twice, in F of what matmuls take, in B of what comes back."""
+    precisions = ("bf16", "mxfp8", "nvfp4")
+    wide, *narrow = (made(MODELS["llama-3-8b"], gpu=gpu, precision=each, microbatch_size=4) for each in precisions)
+    assert [e.clock.forward(e.pieces[-1]) for e in narrow] == [wide.clock.forward(wide.pieces[-1])] * 2
+    times = [e.clock.forward(e.pieces[1]) for e in (wide, *narrow)]
+    assert times[0].matmuls > times[1].matmuls > times[2].matmuls
+    taken = sum(each.rows * each.depth for each in wide.pieces[1].work.matmuls)
+    for e, ms, bits in zip(narrow, times[1:], (8, 4), strict=True):
+        assert ms.passes == pytest.approx(times[0].passes + e.clock.pass_ms((2 + 2 * bits / 8) * taken))
+
+
+def test_matmuls_of_experts_compute_and_read_in_turn():
+    clock, grouped = made(gpu="B200").clock, Matmul(128, 4096, 7168, 256)
+    moved = clock.pass_ms(2 * (grouped.operands + grouped.outputs))
+    computed = clock.matmul_ms(grouped._replace(rows=10**6)) / 10**6 * 128
+    assert clock.matmul_ms(grouped, grouped=True) == pytest.approx(computed + moved)
+    assert clock.matmul_ms(grouped) == pytest.approx(max(computed, moved))
+
+
+def test_only_what_there_is_to_hide_under_hides_messages():
+    """Half of what tensor-parallel ranks send, at most for as long as matmuls take; reductions under a micro-batch."""
+
+    def ops(overlap: str, **gpu: float) -> tuple[Times, float]:
+        slow = GPUS["H100"].model_copy(update=gpu)
+        e = estimate(GPT, Parallelism(tp=8, dp=4, zero=1), slow, Run(microbatches=1, overlap=overlap))
+        return e.clock.forward(e.pieces[1]), e.after_ms
+
+    plain, hidden = ops("none")[0], ops("all")[0]
+    assert hidden.messages == pytest.approx(plain.messages - min(plain.messages / 2, plain.matmuls))
+    late, mostly_late = ops("none", link_us=1e5)[0], ops("all", link_us=1e5)[0]
+    assert mostly_late.messages == pytest.approx(late.messages - late.matmuls)
+    assert ops("replicas")[0] == plain
+    slow_network = {"network_fraction": 1e-6}
+    assert ops("none", **slow_network)[1] > ops("replicas", **slow_network)[1] > 0.99 * ops("none", **slow_network)[1]
 
 
 def test_an_op_takes_as_long_as_its_kernels_or_as_launching_them():
@@ -275,7 +333,8 @@ def test_what_does_not_divide_is_refused(division, run, message):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "gib"), [("A100", 79.15), ("H100", 79.1), ("H200", 139.8), ("B200", 178.35), ("MI300X", 191.69)]
+    ("gpu", "gib"),
+    [("A100", 79.15), ("H100", 79.1), ("H200", 139.8), ("B200", 178.35), ("B300", 268.59), ("MI300X", 191.69)],
 )
 def test_a_gpu_has_the_memory_that_torch_reports(gpu, gib):
     """Its total capacity, as in errors about memory and in `torch.cuda.get_device_properties`."""
