@@ -14,9 +14,10 @@ from rich.table import Table
 
 from optpipe.errors import InputError
 from optpipe.files import read_text, write_file
-from optpipe.transformer.calibrate import NAMES, covariance, learn
+from optpipe.transformer.calibrate import NAMES, Observation, covariance, learn
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.iterations import Iteration, errors, iteration_ms, read_iterations
+from optpipe.transformer.kernels import read_kernels
 from optpipe_cli.model import read_gpu
 from optpipe_cli.options import Json, Output, need
 from optpipe_cli.output import echo, print_json, print_table
@@ -26,7 +27,8 @@ def calibrate(
     *,
     gpu: Annotated[str, Parameter(help="What is known before: a preset, or a file with a data sheet's fields.")],
     measured: Annotated[
-        list[Path] | None, Parameter(name="--from", help="Iterations to learn from; repeatable.")
+        list[Path] | None,
+        Parameter(name="--from", help="Iterations to learn from, or kernels (a .json of SimuMax's form); repeatable."),
     ] = None,
     check: Annotated[list[Path] | None, Parameter(help="Measured iterations to predict; repeatable.")] = None,
     device: Annotated[str, Parameter(help="Without tables, measure kernels here: cuda, cuda:1, or cpu.")] = "cuda",
@@ -36,16 +38,22 @@ def calibrate(
 ) -> None:
     """`optpipe calibrate`."""
     before = read_gpu(gpu)
-    rows = [row for path in measured or () for row in read_iterations(read_text(path), str(path), vocabulary)]
+    rows, kernels = list[Iteration](), list[Observation]()
+    for path in measured or ():
+        if path.suffix == ".json":
+            kernels += read_kernels(read_text(path), str(path))
+        else:
+            rows += read_iterations(read_text(path), str(path), vocabulary)
     tables = {str(path): read_iterations(read_text(path), str(path), vocabulary) for path in check or ()}
-    after = learn(before, rows) if rows else before if tables else _measured(before, device)
+    after = learn(before, rows, kernels) if rows or kernels else before if tables else _measured(before, device)
     predicted = {name: [iteration_ms(row.on(after)) for row in table] for name, table in tables.items()}
     if output:
         write_file(output, after.model_dump_json(indent=1) + "\n")
     if json:
         judged = {name: errors(table, predicted[name])._asdict() for name, table in tables.items()}
         checks = {name: {"predicted_ms": predicted[name]} | judged[name] for name in tables}
-        print_json({"gpu": after.model_dump(mode="json"), "rows": len(rows), "checks": checks})
+        learned = {"rows": len(rows), "kernels": len(kernels)}
+        print_json({"gpu": after.model_dump(mode="json"), **learned, "checks": checks})
         return
     for name, table in tables.items():
         print_table(_rows(table, predicted[name]))

@@ -119,8 +119,8 @@ def calibrate(gpu: Gpu, observations: Sequence[Observation]) -> Gpu:
     )
 
 
-def learn(gpu: Gpu, iterations: Sequence[Iteration]) -> Gpu:
-    """Learn a GPU's parameters from measured iterations by 1F1B, as `calibrate` does.
+def learn(gpu: Gpu, iterations: Sequence[Iteration], kernels: Sequence[Observation] = ()) -> Gpu:
+    """Learn a GPU's parameters from measured iterations by 1F1B, and from kernels, as `calibrate` does.
 
     Raises InputError if there are none, or a parallelism does not divide its model.
     """
@@ -129,7 +129,7 @@ def learn(gpu: Gpu, iterations: Sequence[Iteration]) -> Gpu:
         estimated = row.on(gpu)
         return Observation(lambda other: iteration_ms(estimated.on(other)), row.measured_ms)
 
-    return calibrate(gpu, [observation(row) for row in iterations])
+    return calibrate(gpu, [*map(observation, iterations), *kernels])
 
 
 def measured_ops(estimated: Estimate, problem: Problem) -> list[Observation]:

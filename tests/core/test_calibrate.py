@@ -1,5 +1,6 @@
 """Iterations by 1F1B, and parameters learned from them: what is hidden in measurements is found again."""
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,11 @@ from optpipe.transformer.estimate import estimate
 from optpipe.transformer.gpu import PARAMETERS, Gpu
 from optpipe.transformer.iterations import COLUMNS, MEASURED, Iteration, errors, iteration_ms, one_f_one_b
 from optpipe.transformer.iterations import read_iterations as read
+from optpipe.transformer.kernels import read_kernels
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run
+from optpipe.transformer.times import Clock
+from optpipe.transformer.work import Matmul
 from optpipe_solver.systems import generate
 
 GPU = GPUS["A100-800G"]
@@ -125,6 +129,54 @@ def test_ops_of_a_measured_problem_tell_of_the_gpu():
         assert ours.backward_input_ms == pytest.approx(expected.backward_input_ms, rel=0.05)
     with pytest.raises(InputError, match=r"^stages = 4: expected the 2 of the model's division$"):
         measured_ops(estimate(ran.shape, Parallelism(pp=2, tp=2), hidden, ran.run), problem)
+
+
+def kernels_of(gpu: Gpu, peak: float = 2.25e15) -> str:
+    """What SimuMax would write of such a GPU: of each kernel the fraction of the peak that it reaches."""
+    clock, reached = Clock(gpu, Parallelism(), Run(microbatches=1)), 0.9 * gpu.memory_bytes_per_s / 1e9
+    ops: dict[str, dict[str, float]] = {"matmul": {}, "group_matmul": {}, "sdp_fwd": {}}
+    for m, k, n in ((4096, 8192, 10240), (4096, 512, 8192), (2048, 2048, 28672)):
+        ms = clock.matmul_ms(Matmul(m, n, k))
+        ops["matmul"][f"b=1, m={m}, k={k}, n={n}, layout=TN"] = 2e3 * m * n * k / peak / ms
+    for which, shape in (
+        ("fwd", (128, 4096, 7168)),
+        ("bwd_grad_act", (128, 7168, 4096)),
+        ("bwd_grad_w", (7168, 4096, 128)),
+    ):
+        ms = clock.matmul_ms(Matmul(*shape, 64), grouped=True)
+        name = f"ng=64, M=128, N=4096, K=7168, stage={which}"
+        ops["group_matmul"][name] = 2e3 * 64 * 128 * 4096 * 7168 / peak / ms
+    operations = 4 * 4096**2 * 64 * 128
+    name = "batch=1, seq_len=4096, head_num=64, kv_head_num=8, qk_head_dim=128, v_head_dim=128"
+    ops["sdp_fwd"][name] = 1000 * operations / peak / clock.flash_ms(operations / 2)
+    bandwidth = {"gbps": reached, "efficient_factor": gpu.memory_fraction / 0.9}
+    form = {op: {"tflops": peak / 1e12, "accurate_efficient_factor": each} for op, each in ops.items()}
+    return json.dumps({"accelerator": {"op": form, "bandwidth": {"default": bandwidth}}})
+
+
+def test_hidden_parameters_are_learned_from_kernels_by_shape():
+    hidden = {"matmul_fraction": 0.6, "matmul_depth": 300.0, "attention_fraction": 0.5, "memory_fraction": 0.8}
+    learned = calibrate(GPUS["B200"], read_kernels(kernels_of(GPUS["B200"].model_copy(update=hidden))))
+    for name, value in hidden.items():
+        assert getattr(learned, name) == pytest.approx(value, rel=0.02)
+    assert learned.link_fraction == GPUS["B200"].link_fraction
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("{", "["),
+        ("sdp_fwd", "sdp"),
+        ("m=4096", "m=x"),
+        ("stage=fwd", "stage=up"),
+        ("tflops", "flops"),
+        (": 0.", ": -0."),
+    ],
+)
+def test_kernels_of_another_form_are_refused_in_one_sentence(old, new):
+    with pytest.raises(InputError, match=r"^kernels.*: expected") as error:
+        read_kernels(kernels_of(GPUS["B200"]).replace(old, new, 1))
+    assert "\n" not in str(error.value)
 
 
 def test_a_gradient_says_what_an_iteration_depends_on():
