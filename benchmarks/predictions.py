@@ -184,7 +184,7 @@ def simumax(table: str, name: str) -> Iterator[Row]:
         division = {each: fields[each] for each in ("tp", "cp", "ep", "pp")}
         cut = {"layers": whole(fields["layers"])} | ({"dense_layers": 1} if "deepseek" in model else {})
         batch = whole(fields["dp"]) * whole(fields["microbatches"]) * whole(fields["microbatch_size"])
-        run = {"precision": fields["precision"]}
+        run = {"precision": fields["precision"], "fused_gradients": True}
         plan = Plan(
             fields["gpu"], fields["gpus"], str(batch), fields["microbatch_size"], fields["sequence"], division, run
         )
@@ -244,11 +244,11 @@ def golden(table: str, name: str) -> Iterator[Row]:
         division |= {"zero": "1" if fields["use-distributed-optimizer"] else "0"}
         if each := fields["num-layers-per-virtual-pipeline-stage"]:
             division["chunks"] = str(whole(fields["num-layers"]) // whole(division["pp"]) // whole(each))
-        run = {
+        run: dict[str, Any] = {
             "recompute": recomputed(fields),
             "attention": "unfused" if fields["transformer-impl"] == "local" else "flash",
         }
-        run["precision"] = "fp8" if fields["fp8-format"] else "bf16"
+        run |= {"precision": "fp8" if fields["fp8-format"] else "bf16", "fused_gradients": True}
         batch, size, sequence = (fields[each] for each in ("global-batch-size", "micro-batch-size", "seq-length"))
         plan = Plan(gpu, gpus, batch, size, sequence, division, run)
         ms = 1000 * float(fields["iteration_s_median"])

@@ -320,7 +320,8 @@ def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece], received: int
     messages = buffers * share.message_bytes if share.parallelism.pp > 1 else 0.0
     gathered = 2 * run.value_bytes * (share.parallelism.zero >= 3) + run.gradient_bytes * (share.parallelism.zero >= 2)
     largest = max(piece.weights + piece.expert_weights for piece in pieces)
-    workspace = ceil(inside + messages + gathered * largest)
+    empty = run.value_bytes * run.fused_gradients * max((p.weights for p in pieces if p.is_layer), default=0.0)
+    workspace = ceil(inside + messages + gathered * largest + empty)
     left = gpu.memory_bytes - gpu.reserved_bytes - (weights + gradients + optimizer) - workspace
     return DeviceMemory(weights, gradients, optimizer, workspace, gpu.reserved_bytes, left)
 

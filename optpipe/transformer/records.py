@@ -271,6 +271,9 @@ class RunOptions(Document):
         all of it is computed again.
     gradient_bytes
         Bytes of a gradient.
+    fused_gradients
+        Matmuls add to the gradients themselves (TransformerEngine, Megatron-LM), and leave autograd an empty gradient
+        of each shape of a layer's weights.
     optimizer_bytes
         Optimizer state, bytes a parameter. Default: Adam's two 32-bit numbers and, if weights have fewer bits, a 32-bit
         copy of them.
@@ -294,6 +297,7 @@ class RunOptions(Document):
     recompute: Recompute = "none"
     levels: bool = False
     gradient_bytes: Annotated[int, Field(strict=True, ge=1, le=8)] = 4
+    fused_gradients: bool = False
     optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=32)] | None = None
     expert_load: Annotated[float, Field(ge=1, le=1000)] = 1.0
     dispatch: Dispatch = "alltoall"

@@ -341,6 +341,15 @@ def test_a_gpu_has_the_memory_that_torch_reports(gpu, gib):
     assert GPUS[gpu].memory_bytes / 2**30 == pytest.approx(gib, abs=0.01)
 
 
+def test_matmuls_that_add_to_gradients_leave_empty_ones_of_16_bits():
+    """Of each shape of a layer's weights; experts share theirs."""
+    runs = (made(MODELS["mixtral-8x7b"], {"tp": 2}, fused_gradients=each).devices[0] for each in (True, False))
+    fused, plain = (memory.workspace for memory in runs)
+    attention = 2 * 4096 * (4096 + 1024) / 2
+    vectors = 2 * 4096 + 8 * 4096  # two norms, and the router
+    assert fused - plain == pytest.approx(2 * (attention + vectors))
+
+
 def test_undivided_experts_are_spread_over_tensor_parallel_ranks_too():
     """A GPU has as many weights, tokens and operations of experts as where each expert is divided."""
     model = MODELS["mixtral-8x7b"]
