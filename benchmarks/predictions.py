@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import StringIO
+from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -37,7 +38,8 @@ HOST_US = {
     "H100": 180.0,
     "GB200": 300.0,
 }  # by kernel, of the hosts of these tests: deterministic kernels
-PRECISIONS = {"BF16": "bf16", "FP8": "fp8", "FP8-CS": "fp8", "FP8-MX": "mxfp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
+PRECISIONS = {"BF16": "bf16", "NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8-MX": "mxfp8"}
+PRECISIONS |= dict.fromkeys(("FP8", "FP8-CS", "FP8-SC"), "fp8")  # a scale a tensor, or a block of it
 BRIDGE = {
     "llama3_8b": "llama-3-8b",
     "llama3_70b": "llama-3-70b",
@@ -219,15 +221,21 @@ def bridge(table: str, name: str) -> Iterator[Row]:
     for fields in csv.DictReader(StringIO(table)):
         model, gpu = fields["Model"] or fields["section"].removeprefix("Model: "), fields["System"]
         gpu = (gpu or fields["section"]).split("-")[-1]
-        precision = PRECISIONS[(fields["Precision"].split(" ")[0] or "FP8").upper()]
+        precision = fields["Precision"].split(" ")[0].upper() or "FP8"
         division = {each: re.sub("n/a", "1", fields[each.upper()]) for each in ("tp", "pp", "cp", "ep")}
         division |= {"chunks": re.sub("n/a", "1", fields["VP"]), "zero": "3" if whole(fields["FSDP"] or "0") else "1"}
         division |= {"etp": "1"}
-        run = {"precision": precision, "gradient_bytes": 2, "overlap": "all", "dispatch": "once"}
+        run = {
+            "precision": PRECISIONS.get(precision, precision),
+            "gradient_bytes": 2,
+            "overlap": "all",
+            "dispatch": "once",
+        }
         plan = Plan(gpu, fields["#-GPUs"], fields["GBS"], fields["MBS"], fields["Sequence Length"], division, run)
         speed = float(fields["Tokens / sec / GPU"].split(" ")[0])
         ms = 1000 * whole(plan.batch) * whole(plan.sequence) / (speed * whole(plan.gpus))
-        operations = 1e12 * float(re.sub(r"[^\d.].*", "", fields["Model TFLOP / sec / GPU"])) / speed
+        flops = re.match(r"[\d.]+", fields["Model TFLOP / sec / GPU"])
+        operations = 1e12 * float(flops[0]) / speed if flops else inf
         shape = partial(trained_model, BRIDGE.get(re.sub(r"\(.*|\W", "", model).lower(), model), operations)
         shown = f"{fields['container']} {model}, {gpu} x {plan.gpus}, {fields['Precision']}"
         group = grouped("Bridge", "LLAMA" not in model, gpu)
@@ -314,9 +322,13 @@ def grouped(table: str, has_experts: bool, gpu: str) -> str:
 
 def whole(word: str, name: str = "a cell") -> int:
     """The whole number of a cell. Raises InputError if it has none."""
-    if not word.isdigit():
+    try:
+        number = float(word)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1e12 or number != int(number):
         raise InputError(f"{name} = {word!r}: expected a whole number")
-    return int(word)
+    return int(number)
 
 
 READERS: dict[str, Callable[[str, str], Iterator[Row]]] = {
