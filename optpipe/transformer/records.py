@@ -283,8 +283,8 @@ class RunOptions(Document):
         How tokens reach experts: alltoall sends one copy for each expert; once (DeepEP, HybridEP) one for each GPU,
         over the network one for each node, in the order of the experts.
     overlap
-        What a stack sends while it computes: nothing, replicas (gradients beside the last backward, weights beside the
-        first forward), or all, also half of tensor parallelism's collectives, beside their op's matmuls.
+        What a stack sends while it computes: nothing, replicas (gradients beside the last backward; with ZeRO 2 and 3
+        half of what an op sends, beside its matmuls), or all, also half of tensor parallelism's collectives.
     """
 
     WHAT = "run"

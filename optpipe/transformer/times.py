@@ -26,7 +26,9 @@ SCORES_BACKWARD = {"flash": 2.5, "unfused": 2.0}
 TRAFFIC_BACKWARD = 2  # F reads x and writes y, B reads x and dy and writes dx, and norms read both once more
 OPERAND_BYTES: dict[Precision, float] = {"bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "fp32": 4}
 ROUNDED_TWICE = 2  # along rows for one matmul, along columns for the other one of the two that a tensor is in
-HIDDEN = 0.5  # of tensor parallelism's collectives, where a stack sends them in parts: 0, 0.5 and 1 - 1/tp were tried
+HIDDEN = (
+    0.5  # of collectives that a stack sends beside matmuls, of 0, 0.5 and 1 - 1/tp the best for measured iterations
+)
 # Kernels are shorter or longer than it takes to launch them, so a piece takes longer than either sum, and less than
 # both: the norm of both with this exponent. 2 to 6 predict measured iterations about equally well.
 HOST_AND_GPU = 3
@@ -244,7 +246,7 @@ class Clock:
         matmuls = self._matmuls_ms(piece, [each.weight_gradient for each in work.matmuls])
         reduced = self.run.gradient_bytes if self.parallelism.zero >= 2 else 0
         return self._overlapped(matmuls, 0.0, max(0.0, sums - matmuls), work.launches)._replace(
-            messages=self.links.replicas_ms(reduced, piece.weights, piece.expert_weights)
+            messages=self._beside(self.links.replicas_ms(reduced, piece.weights, piece.expert_weights), matmuls)
         )
 
     def all_ops(self, piece: Piece) -> Times:
@@ -345,4 +347,9 @@ class Clock:
     def _gathered(self, piece: Piece) -> float:
         """With ZeRO 3 the weights are gathered whenever they are used."""
         values = self.run.value_bytes if self.parallelism.zero >= 3 else 0
-        return self.links.replicas_ms(values, piece.weights, piece.expert_weights)
+        gathering = self.links.replicas_ms(values, piece.weights, piece.expert_weights)
+        return self._beside(gathering, self._matmuls_ms(piece, piece.work.matmuls))
+
+    def _beside(self, sent_ms: float, matmuls_ms: float) -> float:
+        """What is left of collectives over replicas that matmuls may hide."""
+        return sent_ms - min(HIDDEN * sent_ms, matmuls_ms) if self.run.overlap != "none" else sent_ms

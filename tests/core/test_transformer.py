@@ -255,6 +255,11 @@ def test_only_what_there_is_to_hide_under_hides_messages():
     late, mostly_late = ops("none", link_us=1e5)[0], ops("all", link_us=1e5)[0]
     assert mostly_late.messages == pytest.approx(late.messages - late.matmuls)
     assert ops("replicas")[0] == plain
+    for zero, op in ((3, "forward"), (2, "backward_weight")):
+        runs = (made(GPT, {"dp": 4, "zero": zero}, overlap=each).clock for each in ("none", "replicas"))
+        plain, hidden = (getattr(clock, op)(layer(GPT, {"dp": 4, "zero": zero})) for clock in runs)
+        assert hidden.messages == pytest.approx(plain.messages - min(plain.messages / 2, plain.matmuls))
+        assert hidden.messages < plain.messages
     slow_network = {"network_fraction": 1e-6}
     assert ops("none", **slow_network)[1] > ops("replicas", **slow_network)[1] > 0.99 * ops("none", **slow_network)[1]
 
