@@ -14,11 +14,12 @@ from support.problems import pipeline as chain_of
 from support.problems import stage
 from support.problems.small import problems_of_every_sort
 
-from optpipe.dispatch.clock import list_ops
+from optpipe.dispatch.clock import list_ops, listed_ms
 from optpipe.dispatch.descend import change
 from optpipe.dispatch.descents import StageRelief, descents, first_rules, moved_rules, rules_of_schedule, spread
 from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
+from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
@@ -91,6 +92,23 @@ def require_the_plain_order(problem: Problem, seed: int) -> None:
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_the_compiled_clock_does_what_a_plain_list_scheduler_does(problem: Problem, seed: int) -> None:
     require_the_plain_order(problem, seed)
+
+
+@settings(max_examples=examples(24), deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99))
+def test_plain_loops_do_what_compiled_ones_do(problem: Problem, seed: int) -> None:
+    """Heuristics use them, which wait for no compiler."""
+    simulator, random = Simulator(problem), np.random.default_rng(seed)
+    state, other = simulator.new_state(), simulator.new_state()
+    for rules in some_rules(simulator, seed)[:5]:
+        rows = in_rows(changed(simulator, rules, random))
+        assert plain(list_ops)(simulator.figures, rows, other, NO_SCHEDULE_MS) == list_ops(
+            simulator.figures, rows, state, NO_SCHEDULE_MS
+        )
+        for listed, again in zip(state, other, strict=True):
+            np.testing.assert_array_equal(listed, again)
+        for span in (False, True):
+            assert plain(listed_ms)(simulator.figures, other, span) == listed_ms(simulator.figures, state, span)
 
 
 @pytest.mark.parametrize("activations", [1.5, 2.3])
