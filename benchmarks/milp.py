@@ -16,8 +16,7 @@ from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.methods import milp_complaint
 from optpipe_solver.milp.backends import Task, minimize
 from optpipe_solver.milp.model import Model
-from optpipe_solver.milp.search import assignment
-from optpipe_solver.milp.variables import ALL, PLAIN, Switches
+from optpipe_solver.milp.variables import ALL, PLAIN, Switches, assignment
 
 SIZES = ((2, 4), (3, 6), (4, 8))  # devices, micro-batches
 STEPS = {

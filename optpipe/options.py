@@ -22,6 +22,7 @@ from optpipe.model.records import Document, Items
 METHOD = r"^[A-Za-z0-9:=,._-]{1,100}$"  # in a list of them
 Placements = Literal["keep", "all"]
 StackName = Literal["torch", "megatron", "primus", "optpipe"]
+Triangles = Literal["none", "compute", "all"]
 
 
 def _at_commas(methods: Any) -> Any:
@@ -114,7 +115,10 @@ class SearchOptions(EffortOptions):
         strict=True,
         ge=1,
         le=2**31 - 1,
-        description="Compute ops up to which milp searches a problem. Default: 400; no limit with a licence of Gurobi.",
+        description="Compute ops up to which milp searches the whole. Default: 400; no limit with a licence of Gurobi.",
+    )
+    triangles: Triangles = Field(
+        default="compute", description="The MILP's triangle cuts: none, of the orders of compute ops, or of all orders."
     )
     placements: Placements | None = Field(
         default=None,
@@ -148,6 +152,7 @@ class SearchArguments(TypedDict, total=False):
     memory_mib: int | None
     solver: str
     milp_ops: int | None
+    triangles: Triangles
     placements: Placements | None
     stack: StackName
 

@@ -20,6 +20,7 @@ from support.oracles.milp import Solver
 from support.problems.small import lasting, problems_of_every_sort
 from support.processes import until
 
+from benchmarks.milp import cut
 from optpipe import Problem, Schedule, anytime, check, improve
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
@@ -30,14 +31,18 @@ from optpipe_cli.main import main
 from optpipe_solver import milp
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.clock import Clock
+from optpipe_solver.heuristics import STREAMS, generate
 from optpipe_solver.milp.backends import TOLERANCE, Task, UnavailableError, find_backend
 from optpipe_solver.milp.model import Model
+from optpipe_solver.milp.reading import Reading
 from optpipe_solver.milp.rows import Literal, Rows
-from optpipe_solver.milp.search import assignment
-from optpipe_solver.milp.variables import MIB, PLAIN, Switches, Units
+from optpipe_solver.milp.variables import MIB, PLAIN, Switches, Units, assignment
+from optpipe_solver.milp.windows import WindowChoice
 from optpipe_solver.portfolio import PlacementSearch, engine_runs
 from optpipe_solver.portfolio.engine_runs import EngineProcess, EngineRuns
 from optpipe_solver.portfolio.portfolio import incumbents_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 
 
 def test_what_the_model_lacks_is_said(solver: Solver) -> None:
@@ -50,20 +55,61 @@ def test_what_the_model_lacks_is_said(solver: Solver) -> None:
 
 def test_each_search_says_how_it_ended(solver: Solver) -> None:
     assert re.fullmatch(
-        r"milp: HiGHS: optimal after \d+\.\d s and \d+ nodes, its own best 24 ms, bound 24 ms; \d+ variables, "
+        r"milp: HiGHS: optimal after \d+\.\d s and \d+ nodes, its own best 25 ms, bound 25 ms; \d+ variables, "
         r"\d+ rows, with micro-batches in the order in which they enter",
-        notes(solver.frames(EXHAUSTIVE["both offload"]))[-1],
+        notes(solver.frames(EXHAUSTIVE["a slow offload of a part"]))[-1],
     )
 
 
-def test_a_problem_with_more_ops_than_the_limit_is_not_searched(solver: Solver) -> None:
+def test_windows_are_solved_of_a_problem_with_more_ops_than_the_limit(solver: Solver) -> None:
     problem = EXHAUSTIVE["both offload"]  # 12 compute ops
-    start, note, end = solver.frames(problem, milp_ops=11)
-    assert isinstance(start, Incumbent)
-    assert start.method == "adaoffload"
-    assert "no search, as the problem has 12 compute ops, and milp_ops = 11" in notes([note])[0]
-    assert end == End()
+    frames = solver.frames(problem, milp_ops=11)
+    assert [check(problem, schedule) for schedule in schedules(frames, problem)][-1] == []
+    windows, whole = notes(frames)
+    assert re.fullmatch(r"milp: [1-9]\d* windows, \d+ of them shorter, its own best [\d.]+ ms; the last by .*", windows)
+    assert whole == "milp: no search of the whole, as it has 12 compute ops, and milp_ops = 11"
     assert all("HiGHS: optimal" in text for text in notes(solver.frames(problem, milp_ops=12)))
+
+
+def window_models(problem: Problem, schedule: Schedule) -> list[Model]:
+    """The models of some windows of a schedule, small and large."""
+    choice, models = WindowChoice(problem, seed=1), []
+    for _ in range(12):
+        window = choice.window(Reading(schedule, "none"))
+        models.append(Model(problem, "makespan", schedule.makespan_ms, Switches(), window=window))
+        choice.learn(len(models) % 3 > 0, 0.0)
+    return models
+
+
+@pytest.mark.parametrize("name", ["shared-pcie-4x8", "packed-4x8"])
+def test_a_schedule_satisfies_every_row_of_its_windows(name: str) -> None:
+    """A window leaves the schedule itself as a solution: what it fixes is what the schedule does."""
+    problem = Problem.load(EXAMPLES / f"{name}.json")
+    schedule = generate("adaoffload", problem)
+    assert Reading(schedule, "none").is_whole
+    complete = 0
+    for model in window_models(problem, schedule):
+        x = np.array(model.rows.lower)
+        start = assignment(model.variables, schedule)
+        x[list(start)] = list(start.values())
+        if set(start) == set(np.flatnonzero(model.rows.binary).tolist()):  # else the solver decides of some
+            complete += 1
+            x = model.rows.earliest(x)
+            x[model.variables.length] = schedule.makespan_ms * model.scale
+            assert all(np.dot(value, x[index]) >= at_least - 1e-9 for index, value, at_least in model.rows.each())
+            assert (x <= np.array(model.rows.upper) * (1 + 1e-9)).all()
+    assert complete > 3
+
+
+def test_windows_find_what_is_shorter_and_end_there(solver: Solver) -> None:
+    """AdaOffload's first schedule of 4 x 6 is far from the optimum; windows alone come near it."""
+    problem = cut(Problem.load(EXAMPLES / "fastlink-8x16.json"), 4, 6)
+    first = next(STREAMS["adaoffload"](problem, "makespan"))
+    frames = solver.frames(problem, milp_ops=1, time_limit_s=20.0, warm_start=Programs.from_schedule(first))
+    values = [schedule.makespan_ms for schedule in schedules(frames, problem)]
+    assert [check(problem, schedule) for schedule in schedules(frames, problem)] == [[]] * len(values)
+    assert values[-1] < 0.95 * first.makespan_ms
+    assert not any(isinstance(frame, Bound) for frame in frames)
 
 
 OVERTAKING = {

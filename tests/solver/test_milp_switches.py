@@ -1,6 +1,7 @@
 """Each step of section 4.1, and each backend, leaves the optimum of the MILP as it is."""
 
 import importlib.util
+import re
 import sys
 from dataclasses import replace
 from itertools import combinations, product
@@ -13,6 +14,7 @@ from support.oracles.milp import Solver
 
 from optpipe import Problem, Schedule
 from optpipe.evaluate.objective import Objective
+from optpipe.process.child import Child
 from optpipe.process.protocol import Incumbent, Note, Programs, Request
 from optpipe_solver.milp.backends import UnavailableError, find_backend, is_licensed
 from optpipe_solver.milp.model import Model, all_orders, no_cycles_of_three
@@ -90,6 +92,16 @@ def test_triangles_leave_no_cycle_of_three_and_all_orders() -> None:
         for values in product((0.0, 1.0), repeat=3)
     ]
     assert sum(allowed) == 6
+
+
+def test_a_request_says_which_triangles_are_rows() -> None:
+    rows = []
+    for triangles in ("none", "compute", "all"):
+        asked = Request(problem=EXHAUSTIVE["both offload"], method="milp", solver="highs", triangles=triangles)
+        frames = Child("optpipe_solver.engines", asked).frames()
+        reports = [frame.text for frame in frames if isinstance(frame, Note) and frame.method and not frame.ongoing]
+        rows.append(int(re.findall(r" (\d+) rows", reports[0])[0]))
+    assert rows[0] < rows[1] < rows[2]
 
 
 @pytest.mark.parametrize("name", EXHAUSTIVE)

@@ -1,4 +1,4 @@
-"""The engine `milp`: OptPipe's mixed-integer linear program, the reference formulation. It does not scale."""
+"""The engine `milp`: OptPipe's mixed-integer linear program, the reference formulation, of windows and of the whole."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def run(request: Request, emit: Callable[[Frame], None]) -> None:
     """Emits better and better schedules, and bounds of the whole problem, until time is up or all is proven."""
     # Imported only in the engine's process: the portfolio asks `unsupported` alone.
     from optpipe_solver.milp.search import solve
+    from optpipe_solver.milp.variables import Switches
 
     emit(Ready())
-    solve(request, emit)
+    solve(request, emit, Switches(triangles=request.triangles))

@@ -59,6 +59,7 @@ class Task:
     on_solution: Callable[[Floats], None]  # gets each better x as soon as the backend has it
     on_bound: Callable[[float], None]  # gets each better lower bound, at most `MARGIN` too low
     on_start: Callable[[str], None] = lambda solver: None  # gets the name of the solver before it begins
+    gap: float = 1e-6  # what is better by less is not searched for; not by way of PuLP, whose bounds are its optima
 
 
 Status = Literal["optimal", "infeasible", "time is up", "ended", "not ended"]
@@ -219,7 +220,7 @@ def _highs(task: Task) -> highspy.Highs:
         "threads": task.threads,
         "random_seed": task.seed,
         "mip_rel_gap": 0.0,
-        "mip_abs_gap": 1e-6,
+        "mip_abs_gap": task.gap,
         "mip_feasibility_tolerance": TOLERANCE,
         "primal_feasibility_tolerance": TOLERANCE,
         "mip_min_logging_interval": 0.5,
@@ -264,7 +265,7 @@ def _minimize_by_gurobi(task: Task) -> Outcome:
 
     task.on_start("Gurobi")
     try:
-        with gp.Env(params=_gurobi_params(task)) as env, gp.Model(env=env) as model:
+        with gp.Env(params=_gurobi_params(task) | {"MIPGapAbs": task.gap}) as env, gp.Model(env=env) as model:
             return _run_gurobi(model, task)
     except gp.GurobiError as error:
         if error.errno == gp.GRB.Error.SIZE_LIMIT_EXCEEDED:

@@ -16,8 +16,8 @@ but its optimum is no lower bound where offload or the span matters.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from itertools import combinations, product
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, product
 
 import numpy as np
 
@@ -26,18 +26,12 @@ from optpipe.model.arrays import Floats
 from optpipe.model.costs import FORWARDS
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe_solver.bounds import trivial_bound
+from optpipe_solver.bounds import lower_bound
 from optpipe_solver.exact import serial_ms
+from optpipe_solver.milp.paths import Activation, LongestPaths, equal_microbatches, fixed_order
+from optpipe_solver.milp.reading import Window
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Rows, Term
-from optpipe_solver.milp.variables import (
-    Activation,
-    LongestPaths,
-    Switches,
-    Units,
-    Variables,
-    equal_microbatches,
-    stages_that_may_offload,
-)
+from optpipe_solver.milp.variables import Switches, Units, Variables, stages_that_may_offload
 from optpipe_solver.schedule_facts import needs_fused
 
 Precedences = dict[tuple[Hashable, Hashable], Literal]  # by two nodes: whether the first precedes the second
@@ -48,23 +42,31 @@ class Model:
     """The program for one problem. Build it, solve `rows`, read `starts(x)`.
 
     Solutions longer than `horizon_ms` are cut off. If none can be as short, `possible` is False, and there are no rows.
-    Sizes in bytes that have to be rounded are rounded up or, for a bound, `down` (`Units`).
+    Sizes in bytes that have to be rounded are rounded up or, for a bound, `down` (`Units`). With a `window` of a
+    schedule only what is free in it is decided.
     """
 
     def __init__(
-        self, problem: Problem, objective: Objective, horizon_ms: float, switches: Switches, down: bool = False
+        self,
+        problem: Problem,
+        objective: Objective,
+        horizon_ms: float,
+        switches: Switches,
+        down: bool = False,
+        window: Window | None = None,
     ) -> None:
-        self.problem, self.objective, self._order = problem, objective, switches.order
+        if window:
+            switches = replace(switches, order="none")  # what equal micro-batches keep of it is an arc of the window
+        self.problem, self.objective, self._order, self._window = problem, objective, switches.order, window
         self.units = Units(problem, down)
         self.scale = 2.0 ** np.floor(np.log2(LARGEST / horizon_ms))  # a power of two: times stay exact
-        self.paths = LongestPaths(
-            problem, horizon_ms * self.scale, self.scale, switches.order, determined=switches.determined
-        )
+        fixed = chain(fixed_order(problem, switches.order), window.arcs if window else ())
+        self.paths = LongestPaths(problem, horizon_ms * self.scale, self.scale, fixed, switches.determined)
         self.rows = Rows(None if switches.tight else (horizon_ms + serial_ms(problem)) * self.scale)
         self.possible = self.paths.possible
         if not self.possible:
             return
-        self.variables = v = Variables(problem, self.paths, switches, self.rows)
+        self.variables = v = Variables(problem, self.paths, switches, self.rows, window)
         dependencies(v)
         no_overlap_on_device(v)
         if objective == "makespan":
@@ -88,7 +90,8 @@ class Model:
         worth something, and no size is rounded up."""
         any_order = self._order != "stages" or order_is_free(self.problem, self.objective)
         fits_all = self.units.down or self.units.lossless
-        return not inexpressible(self.problem) and self.problem.layers is None and any_order and fits_all
+        is_whole = self._window is None and self.problem.layers is None
+        return is_whole and not inexpressible(self.problem) and any_order and fits_all
 
     def starts(self, x: Floats) -> dict[Op, float]:
         """The start in ms of every op, in the schedule that the binaries of a solution describe, exact and as early as
@@ -175,10 +178,10 @@ def first_forward_at_once(v: Variables) -> None:
 
 def work_before_and_after(v: Variables, objective: Objective) -> None:
     """Valid cuts: an op waits for all the work of its device that precedes it, and all that follows it comes before the
-    end; nothing beats the trivial bound."""
+    end; nothing beats the bound of work and memory."""
     paths, add = v.paths, v.rows.add
-    trivial = trivial_bound(v.problem, objective) * paths.scale * (1 - TOLERANCE)
-    v.rows.lower[v.length] = max(v.rows.lower[v.length], trivial)
+    least = lower_bound(v.problem, objective) * paths.scale * (1 - TOLERANCE)
+    v.rows.lower[v.length] = max(v.rows.lower[v.length], least)
     for y, end in enumerate(v.end):
         same_device = paths.device == paths.device[y]
         others = [x for x in np.flatnonzero(same_device).tolist() if x != y]
@@ -318,7 +321,7 @@ def _away_at_reload(v: Variables, memory: _DeviceMemory, b: Activation) -> list[
     away: list[Term] = []
     for c, size in memory.leaving.items():
         if c != b and not (v.keep_order(c, b) or v.is_over_before(c, b) or v.is_over_before(b, c)):
-            is_away = v.away_at_reload[c, b] = v.rows.new_literal()
+            is_away = v.create_away_at_reload(c, b)
             v.rows.add_clause(~is_away, v.offloaded[c])
             v.rows.add_clause(~is_away, v.reload_before[b, c])
             v.rows.add_clause(~is_away, ~v.return_before.get((b, v.number(Kind.F, c)), FALSE))
@@ -329,9 +332,22 @@ def _away_at_reload(v: Variables, memory: _DeviceMemory, b: Activation) -> list[
 
 
 def no_cycles_of_three(rows: Rows, order: Precedences) -> None:
-    """Of any three nodes, not all of x before y, y before z, and z before x; nor the other way round."""
-    for x, y, z in combinations(dict.fromkeys(node for node, _ in order), 3):
-        if (x, y) in order and (y, z) in order and (z, x) in order:
+    """Of any three nodes, not all of x before y, y before z, and z before x; nor the other way round.
+
+    Where x before y is fixed, a row is needed only if no node is fixed to be between both: others follow from those.
+    """
+    open_with: dict[Hashable, dict[Hashable, None]] = {}  # by node those of which the order is yet to be decided
+    for (x, y), is_before in order.items():
+        if is_before not in (TRUE, FALSE):
+            open_with.setdefault(x, {})[y] = None
+    follows = {x: {y for y in open_with if order.get((x, y)) == TRUE} for x in open_with}
+    for x, later in follows.items():
+        for y in later.difference(*(follows[z] for z in later)):
+            for z in open_with[x] | open_with[y]:
+                if (x, z) in order and (y, z) in order:
+                    rows.add_clause(~order[y, z], order[x, z])
+    for x, y, z in combinations(open_with, 3):
+        if y in open_with[x] and z in open_with[x] and z in open_with[y]:
             rows.add_clause(~order[x, y], ~order[y, z], ~order[z, x])
             rows.add_clause(~order[x, z], ~order[z, y], ~order[y, x])
 

@@ -1,39 +1,30 @@
-"""The engine's search: the whole problem, first with the micro-batches' order fixed, then without; and how a schedule
-becomes a start for it."""
+"""The engine's search: windows of the best schedule, then the whole problem, first with the micro-batches' order fixed,
+then without."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple
+from functools import partial
 
-from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms, reaches
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms, reaches, shorter
 from optpipe.lift import lift, prune
 from optpipe.model.arrays import Floats
-from optpipe.model.ops import Kind, Op
-from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
 from optpipe.process.protocol import Note, Request
-from optpipe.schedule import Schedule, check
-from optpipe_solver.bounds import trivial_bound
+from optpipe.schedule import check
+from optpipe_solver.bounds import lower_bound
 from optpipe_solver.clock import Clock
 from optpipe_solver.exact import common_step_ms, serial_ms
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbents import Emit, Incumbents
-from optpipe_solver.milp.backends import Outcome, Task, is_licensed, minimize
+from optpipe_solver.milp.backends import MARGIN, Outcome, Task, is_licensed, minimize
 from optpipe_solver.milp.model import Model, inexpressible, order_is_free
-from optpipe_solver.milp.rows import Literal
-from optpipe_solver.milp.variables import (
-    ALL,
-    Activation,
-    MicrobatchOrder,
-    Switches,
-    Units,
-    Variables,
-    compute_ops,
-    equal_microbatches,
-)
+from optpipe_solver.milp.paths import MicrobatchOrder, compute_ops
+from optpipe_solver.milp.reading import Reading
+from optpipe_solver.milp.variables import ALL, Switches, Units, assignment
+from optpipe_solver.milp.windows import FIRST_OPS, MOST_S, WindowChoice
 
 METHOD = "milp"
 SHARE = 0.95  # of the time is for searches: the report on how they ended must be in time
@@ -43,14 +34,19 @@ ORDERS: dict[MicrobatchOrder, str] = {  # of micro-batches that do not differ; o
     "none": "micro-batches in any order",
 }
 
-# Compute ops up to which the program is written and solved, unless the user sets another limit or has a licence of
+LEAST_GAIN = 1e-4  # of the length, in a window
+STEP_SHARE = 0.99  # of the step between lengths: what is left of it is more than solvers' tolerances
+WINDOWS_SHARE = 0.5  # of the time at most, if the whole problem follows
+VAIN_WINDOWS = 6  # in a row that shorten nothing, until the whole problem follows
+
+# Compute ops up to which the whole problem is solved, unless the user sets another limit or has a licence of
 # Gurobi: 8 devices, 16 micro-batches, a quarter of a million rows. In a minute on one core HiGHS still improves a good
 # start for 4x8 (96 ops).
 MOST_OPS = 400
 
 
 def solve(request: Request, emit: Emit, switches: Switches = ALL) -> None:
-    """Solves the whole problem, unless it has more than `milp_ops` compute ops.
+    """Solves windows of the best schedule and, if it has `milp_ops` compute ops at most, the whole problem.
 
     Emits each schedule that is better than the warm start and those before, bounds that hold for every schedule, and
     notes: how each search ended, which schedules were rejected, and, once, that a backend is not available and HiGHS
@@ -64,10 +60,14 @@ def solve(request: Request, emit: Emit, switches: Switches = ALL) -> None:
     ops, most = len(compute_ops(request.problem)), request.milp_ops
     if most is None and not is_licensed(request.solver):
         most = MOST_OPS
-    if most is not None and ops > most:
-        search.report(f"no search, as the problem has {ops} compute ops, and milp_ops = {most} are solved at most")
-    else:
+    is_whole = most is None or ops <= most
+    if search.incumbents.best and (ops > FIRST_OPS or not is_whole):
+        windows_clock = clock.share(WINDOWS_SHARE) if is_whole else clock
+        search.improve(windows_clock, VAIN_WINDOWS if is_whole else math.inf, switches)
+    if is_whole:
         search.run(clock, switches)
+    else:
+        search.report(f"no search of the whole, as it has {ops} compute ops, and milp_ops = {most}")
 
 
 class _Search:
@@ -78,31 +78,86 @@ class _Search:
         self.incumbents = Incumbents.of_engine(request, emit)
         self.incumbents.bound_ms = 0.0
         self._step_ms = common_step_ms(self._problem)
+        self._bound_ms = lower_bound(self._problem, request.objective)
         self._own_ms = NO_SCHEDULE_MS  # of the shortest schedule that the program itself has
         self._notes: set[str] = set()
 
+    def improve(self, clock: Clock, most_vain: float, switches: Switches) -> None:
+        """Solves window after window of the best schedule, until so many in a row have shortened nothing."""
+        choice, solver = WindowChoice(self._problem, self._request.seed), self._request.solver
+        solved = shorter = vain = 0
+        text = "no window was solved"
+        while self.incumbents.best and vain < most_vain and not (clock.over or (self._proven and solved)):
+            before_ms, reading = self.incumbents.best_ms, Reading(self.incumbents.best, "none")
+            if not reading.is_whole:
+                text = "no windows of a schedule that recomputes or moves parts of activations"
+                break
+            window, is_strict = choice.window(reading), self._own_ms < math.inf
+            horizon_ms = self._horizon_ms * (1 - LEAST_GAIN * is_strict)
+            model = Model(self._problem, self._request.objective, horizon_ms, switches, window=window)
+            outcome = Outcome("", "infeasible")
+            if model.possible:
+                solver, outcome = self._solve(model, solver, Clock(MOST_S, whole=clock), lambda outcome: None)
+                solved, vain = solved + 1, vain + 1
+                text = f"the last by {outcome.solver} of {model.rows.size}"
+            decided = outcome.status in ("optimal", "infeasible")
+            choice.learn(decided, outcome.seconds)
+            if self.incumbents.best_ms < before_ms:
+                shorter, vain = shorter + 1, 0
+            elif decided and len(window.free) == len(reading.compute) and is_strict:
+                break
+            self.report(f"{solved} windows, {shorter} of them shorter, {self._own_best}; {text}", ongoing=True)
+        self.report(f"{solved} windows, {shorter} of them shorter, {self._own_best}; {text}" if solved else text)
+
     def run(self, clock: Clock, switches: Switches) -> None:
         """Fixes the micro-batches' order first, then, where that may lose something, not."""
-        request, solver, costs = self._request, self._request.solver, self._problem.costs
+        solver, costs = self._request.solver, self._problem.costs
         rounds = not Units(self._problem).lossless
         reason = inexpressible(self._problem)
-        for order, down in self._models(switches.order, rounds and not reason):
+        models = self._models(switches.order, rounds and not reason)
+        for order, down in models if not self._proven or self._own_ms == math.inf else ():
             best, best_ms = self.incumbents.best, self.incumbents.best_ms
-            is_limited = best is not None and request.objective == "makespan"
-            horizon_ms = best_ms if is_limited else serial_ms(self._problem)  # no better schedule ends later
-            model = Model(self._problem, request.objective, horizon_ms, replace(switches, order=order), down)
+            switches = replace(switches, order=order)
+            model = Model(self._problem, self._request.objective, self._horizon_ms, switches, down)
             name = f"equal {ORDERS[order]}" if order != "none" and not costs.are_equal else ORDERS[order]
             name += f", sizes rounded {'down' if down else 'up'} to MiB" if rounds else ""
             if model.possible:
-                solver = self._solve(model, name, solver, clock)
+                solver, _ = self._solve(model, solver, clock, partial(self._report_model, model, name))
             else:
+                if model.is_bound and best:
+                    self.incumbents.raise_bound(best_ms, METHOD)
                 nothing = f"nothing shorter than {best_ms:.6g} ms" if best else "no schedule"
                 self.report(f"{nothing} is possible, without a search, with {name}")
-            proven = reaches(self.incumbents.best_ms, trivial_bound(request.problem, request.objective))
-            if proven or model.is_bound or clock.over:
+            if self._proven or model.is_bound or clock.over:
                 break
+        if self._proven and not reason:  # by the bound that is a row of the model
+            self.incumbents.raise_bound(self._bound_ms, METHOD)
         if reason:
             self.report(f"its optimum is no bound, as the model has {reason}; method auto has no such limits")
+
+    @property
+    def _proven(self) -> bool:
+        return reaches(self.incumbents.best_ms, self._bound_ms)
+
+    @property
+    def _horizon_ms(self) -> float:
+        """No better schedule ends later. What is as long as the program's own best is none; lengths differ by steps."""
+        if self.incumbents.best is None or self._request.objective != "makespan":
+            return serial_ms(self._problem)
+        return self.incumbents.best_ms - (float(self._step_ms) / 2 if self._has_best else 0.0)
+
+    @property
+    def _has_best(self) -> bool:
+        """Whether the program itself has a schedule as short as the best one."""
+        return self._own_ms < math.inf and not shorter(self.incumbents.best_ms, self._own_ms)
+
+    def _in_steps(self, bound_ms: float) -> float:
+        """A length is a sum of the problem's times, so a multiple of their common step."""
+        return float(math.ceil(Fraction(bound_ms) / self._step_ms) * self._step_ms)
+
+    @property
+    def _own_best(self) -> str:
+        return "no schedule of its own" if self._own_ms == math.inf else f"its own best {self._own_ms:.6g} ms"
 
     def _models(self, order: MicrobatchOrder, needs_down: bool) -> list[tuple[MicrobatchOrder, bool]]:
         """The orders of micro-batches to search in turn, each with whether sizes are rounded down: where they have to
@@ -115,20 +170,25 @@ class _Search:
         is_free = order_is_free(self._problem, self._request.objective)
         return [(orders[0], False), (orders[0] if is_free else orders[-1], True)]
 
-    def _solve(self, model: Model, name: str, solver: str, clock: Clock) -> str:
-        """Solves a model and reports on the way. Returns the backend that did it."""
+    def _report_model(self, model: Model, name: str, outcome: Outcome) -> None:
+        """Such as `HiGHS: optimal after 0.8 s and 17 nodes, its own best 21 ms, bound 21 ms; 165 ...`."""
+        ongoing = outcome.status == "not ended"
+        after = "" if ongoing else f" after {outcome.seconds:.1f} s"
+        nodes = "" if outcome.nodes is None else f" and {outcome.nodes} nodes"
+        bound = "no bound"
+        if outcome.bound is not None:
+            bound = f"bound {self._in_steps(outcome.bound / model.scale * (1 - MARGIN)):.6g} ms"
+        progress = f"{outcome.solver}: {outcome.status}{after}{nodes}, {self._own_best}, {bound}"
+        self.report(f"{progress}; {model.rows.size}, with {name}", ongoing)
+
+    def _solve(self, model: Model, solver: str, clock: Clock, report: Callable[[Outcome], None]) -> tuple[str, Outcome]:
+        """Solves a model and reports on the way. Returns the backend that did it, and how it ended."""
         latest = Outcome("", "not ended")
 
-        def report(outcome: Outcome) -> None:
-            """Such as `HiGHS: optimal after 0.8 s and 17 nodes, its own best 21 ms, bound 21 ms; 165 ...`."""
+        def report_bound(outcome: Outcome) -> None:
             nonlocal latest
-            latest, ongoing, own = outcome, outcome.status == "not ended", self._own_ms
-            after = "" if ongoing else f" after {outcome.seconds:.1f} s"
-            nodes = "" if outcome.nodes is None else f" and {outcome.nodes} nodes"
-            best = "no schedule of its own" if own == math.inf else f"its own best {own:.6g} ms"
-            bound = "no bound" if outcome.bound is None else f"bound {outcome.bound / model.scale:.6g} ms"
-            progress = f"{outcome.solver}: {outcome.status}{after}{nodes}, {best}, {bound}"
-            self.report(f"{progress}; {model.rows.size}, with {name}", ongoing)
+            latest = outcome
+            report(outcome)
 
         def on_solution(x: Floats) -> None:
             schedule = prune(lift(self._problem, model.starts(x), METHOD))
@@ -140,25 +200,31 @@ class _Search:
             report(latest)
 
         def on_bound(value: float) -> None:
-            if model.is_bound:  # a length is a sum of the problem's times, so a multiple of their common step
-                steps = math.ceil(Fraction(value / model.scale) / self._step_ms)
-                self.incumbents.raise_bound(float(steps * self._step_ms), METHOD)
-            report(replace(latest, bound=value))
+            if model.is_bound:
+                self.incumbents.raise_bound(self._in_steps(value / model.scale), METHOD)
+            report_bound(replace(latest, bound=value))
 
+        best = self.incumbents.best
+        is_strict = self._has_best and self._request.objective == "makespan"  # the best itself is no solution
         task = Task(
             rows=model.rows,
             objective=model.variables.length,
-            start=assignment(model.variables, self.incumbents.best) if self.incumbents.best else {},
+            start=assignment(model.variables, best) if best and not is_strict else {},
             clock=clock,
             threads=self._request.threads,
             seed=self._request.seed,
+            gap=max(1e-6, STEP_SHARE * float(self._step_ms) * model.scale),
             on_solution=on_solution,
             on_bound=on_bound,
-            on_start=lambda solver: report(Outcome(solver, "not ended")),
+            on_start=lambda solver: report_bound(Outcome(solver, "not ended")),
         )
         solver, outcome = minimize(solver, task, self._note)
+        if outcome.status == "infeasible" and is_strict:  # nothing is shorter than what the program has
+            outcome = replace(outcome, status="optimal", bound=self.incumbents.best_ms * model.scale)
+            if model.is_bound:
+                self.incumbents.raise_bound(self.incumbents.best_ms, METHOD)
         report(outcome)
-        return solver
+        return solver, outcome
 
     def report(self, text: str, ongoing: bool = False) -> None:
         """A note on how a search ended, or how far it is, for whoever asked for this engine."""
@@ -169,116 +235,3 @@ class _Search:
         if text not in self._notes:
             self._notes.add(text)
             self._emit(Note(text=text))
-
-
-class Interval(NamedTuple):
-    """When an op runs, in ms."""
-
-    start: float
-    end: float
-
-
-NOT_MADE = Interval(math.inf, math.inf)
-
-
-def assignment(v: Variables, schedule: Schedule) -> dict[int, float]:
-    """The values of the binaries, by variable, in a schedule. They contradict each other if the model cannot express
-    the schedule; the solver then drops them."""
-    truths = _Reading(v, schedule).truths()
-    return {literal.var: float(literal.positive == truth) for literal, truth in truths if literal.var >= 0}
-
-
-class _Reading:
-    """A schedule as the model's variables see it: when each compute op runs, and when activations move."""
-
-    def __init__(self, v: Variables, schedule: Schedule) -> None:
-        self._v, timeline = v, schedule.timeline
-        rows = zip(timeline.table.tolist(), timeline.start.tolist(), timeline.end.tolist(), strict=True)
-        self._interval = {
-            Op(Kind(row[KIND]), row[STAGE], row[MICROBATCH], row[PART]): Interval(start, end)
-            for row, start, end in rows
-        }
-        self._compute = self._compute_intervals()
-        # By activation when the whole of it moves; None where the solver decides.
-        self._offload = {a: self._transfer_interval(Kind.O, a) for a in v.activations}
-        self._reload = {a: self._transfer_interval(Kind.R, a) for a in v.activations}
-        self._offloaded = {a for a in v.activations if self._offload[a]}
-        self._place_transfers_of_what_stays()
-
-    def truths(self) -> Iterator[tuple[Literal, bool]]:
-        """Each literal, and whether it holds; of the orders of transfers those that the schedule fixes."""
-        v, compute = self._v, [self._compute[op] for op in self._v.paths.ops]
-        offload, reload = (
-            {a: each if each and a in self._offloaded else NOT_MADE for a, each in moved.items()}
-            for moved in (self._offload, self._reload)
-        )
-        for (x, y), is_before in v.op_before.items():
-            yield is_before, compute[x] < compute[y]
-        for a, is_offloaded in v.offloaded.items():
-            yield is_offloaded, a in self._offloaded
-        for orders, moved in ((v.offload_before, self._offload), (v.reload_before, self._reload)):
-            for (a, b), literal in orders.items():
-                first, second = moved[a], moved[b]
-                if a < b and first is not None and second is not None:
-                    yield literal, first <= second
-                    yield orders[b, a], first > second
-        for (a, b), is_before in v.offload_before_reload.items():
-            first, second = self._offload[a], self._reload[b]
-            if first is not None and second is not None:
-                yield is_before, first <= second
-        for (a, y), drops in v.drop_before.items():
-            yield drops, offload[a].end <= compute[y].start
-        for (a, y), returns in v.return_before.items():
-            yield returns, reload[a].start < compute[y].end
-        for (c, b), is_away in v.away_at_reload.items():
-            # It allocates where its copy starts or, if that is during a compute op, before this op.
-            begin = reload[b].start
-            during = (compute[y].start for a, y in v.return_before if a == b and compute[y].end > begin)
-            dropped = offload[c].end <= min([begin, *during])
-            yield is_away, b in self._offloaded and dropped and begin < reload[c].start < math.inf
-
-    def _transfer_interval(self, kind: Kind, a: Activation) -> Interval | None:
-        """From the first part's start to the last one's end; None unless all parts move, as the model moves whole
-        activations."""
-        parts = [Op(kind, *a, part) for part in range(self._v.problem.stages[a[0]].offload_parts)]
-        if not all(part in self._interval for part in parts):
-            return None
-        intervals = [self._interval[part] for part in parts]
-        return Interval(min(part.start for part in intervals), max(part.end for part in intervals))
-
-    def _place_transfers_of_what_stays(self) -> None:
-        """The transfer of what stays takes no time and lies between two others, as early as those before it allow."""
-        v, link = self._v, self._v.costs.link[self._v.costs.device]
-        half_duplex = v.problem.transfer_mode == "half_duplex"
-        for a in sorted(v.activations):
-            if a in self._offloaded or v.keeps_place(a):
-                continue
-            moment = self._compute[Op(Kind.F, *a)].end
-            for moved, other_way in ((self._offload, self._reload), (self._reload, self._offload)):
-                before = (moved[b] for b in v.activations if v.keep_order(b, a))
-                moment = max([moment, *(interval.end for interval in before if interval)])
-                on_stream = [*moved.items(), *(other_way.items() if half_duplex else ())]
-                for start, end in sorted(x for b, x in on_stream if x and link[b[0]] == link[a[0]]):
-                    if start < moment < end:
-                        moment = end
-                moved[a] = Interval(moment, moment)
-
-    def _compute_intervals(self) -> dict[Op, Interval]:
-        """Start and end of every F, B and W. A BW is a B followed by its W; Ws are numbered as their Bs, with a fixed
-        order everything is."""
-        v, intervals = self._v, dict[Op, Interval]()
-        for op in compute_ops(v.problem):
-            fused = self._interval.get(Op(Kind.BW, op.stage, op.microbatch))
-            if fused is None or op.kind == Kind.F:
-                intervals[op] = self._interval[op]
-            else:
-                middle = fused.start + float(v.costs.ms[Kind.B, op.stage, op.microbatch])
-                intervals[op] = Interval(fused.start, middle) if op.kind == Kind.B else Interval(middle, fused.end)
-        for route, batches in equal_microbatches(v.problem):
-            for s in route:
-                F, B, W = ([Op(kind, s, j) for j in batches] for kind in (Kind.F, Kind.B, Kind.W))
-                if v.order != "stages":
-                    W = [w for _, w in sorted(zip((intervals[b] for b in B), W, strict=True))]
-                for ops in (F, B, W) if v.order == "stages" else (W,):
-                    intervals |= dict(zip(ops, sorted(intervals[op] for op in ops), strict=True))
-        return intervals

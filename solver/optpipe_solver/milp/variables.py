@@ -1,27 +1,31 @@
-"""The variables of OptPipe's program, its units of bytes, and which order of compute ops is fixed before any search."""
+"""The variables of OptPipe's program, its units of bytes, and a start for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations, pairwise, product
+from itertools import chain, combinations, product
 from math import gcd
-from typing import Literal as OneOf
 
 import numpy as np
 
 from optpipe.evaluate.effects import Effects
-from optpipe.evaluate.objective import TOLERANCE
-from optpipe.model.arrays import Floats
+from optpipe.lift import TOLERANCE_MS
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
+from optpipe.options import Triangles
+from optpipe.schedule import Schedule
+from optpipe_solver.milp.paths import (
+    COMPUTE,
+    Activation,
+    LongestPaths,
+    MicrobatchOrder,
+    compute_ops,
+    equal_microbatches,
+)
+from optpipe_solver.milp.reading import Interval, Reading, Window
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Rows, Span
 
-COMPUTE = (Kind.F, Kind.B, Kind.W)  # the compute ops of the model
-MicrobatchOrder = OneOf["none", "entry", "stages"]
-Arc = tuple[Op, Op, float]  # the second op starts that many ms after the first has ended, or later
-Activation = tuple[int, int]  # stage and micro-batch
 MIB = 2**20
 LEAK = 1e-7  # of a row's coefficients: more than tolerances of the row and of its binaries let through
 Orders = dict[tuple[Activation, Activation], Literal]  # by two activations: whether the first comes before the second
@@ -42,7 +46,7 @@ class Switches:
     """Eq. 1, second line: one variable a pair, the other order being its negation; else two whose sum is one."""
     determined: bool = True
     """Figure 3: no variable where an order follows from others, or where nothing else fits into the horizon."""
-    triangles: OneOf["none", "compute", "all"] = "compute"
+    triangles: Triangles = "compute"
     """Section 4.1.2: no cycle of three; of compute ops, or of all that have an order."""
     warm_start: bool = True
     """Section 4.1.3: start from a schedule, and cut off longer ones."""
@@ -57,17 +61,6 @@ ALL = Switches()
 PLAIN = Switches(
     "none", one_per_pair=False, determined=False, triangles="none", warm_start=False, tight=False, workload=False
 )
-
-
-def equal_microbatches(problem: Problem) -> list[tuple[tuple[int, ...], list[int]]]:
-    """All micro-batches, those together that are equal, and the route that they take."""
-    return [(problem.route(batches[0]), batches) for batches in problem.costs.classes]
-
-
-def compute_ops(problem: Problem) -> list[Op]:
-    """F, B and W of every stage that every micro-batch passes."""
-    classes = equal_microbatches(problem)
-    return [Op(kind, s, j) for kind in COMPUTE for route, batches in classes for s in route for j in batches]
 
 
 @dataclass(frozen=True)
@@ -123,121 +116,18 @@ class Units:
         return self.round(held) - self.round(held - int(self.problem.costs.offload[a]))
 
 
-def between_stages(problem: Problem) -> Iterator[Arc]:
-    """Eq. 5 and 6: a forward waits for the stage before, an input gradient for the stage after, and for the message
-    between two devices."""
-    there, back = problem.costs.message_ms.tolist()
-    for route, batches in equal_microbatches(problem):
-        for j, (s, after) in product(batches, pairwise(route)):
-            yield Op(Kind.F, s, j), Op(Kind.F, after, j), there[after][j]
-            yield Op(Kind.B, after, j), Op(Kind.B, s, j), back[s][j]
-
-
-def within_stage(problem: Problem) -> Iterator[Arc]:
-    """Eq. 8: F, then B, then W."""
-    for route, batches in equal_microbatches(problem):
-        for s, j in product(route, batches):
-            yield Op(Kind.F, s, j), Op(Kind.B, s, j), 0.0
-            yield Op(Kind.B, s, j), Op(Kind.W, s, j), 0.0
-
-
-def fixed_order(problem: Problem, order: MicrobatchOrder) -> Iterator[Arc]:
-    """Eq. 1, first line. Equal micro-batches of a route: numbering them as they enter its first stage costs nothing.
-    With "stages" every stage keeps that order in F, in B and in W. Different ones keep it only where the problem fixes
-    it."""
-    if problem.fixed_order:
-        for r, route in enumerate(problem.all_routes):
-            entering = np.flatnonzero(problem.costs.route == r).tolist()
-            yield from ((Op(Kind.F, route[0], a), Op(Kind.F, route[0], b), 0.0) for a, b in pairwise(entering))
-    for route, batches in equal_microbatches(problem):
-        everywhere = [(kind, s) for kind in COMPUTE for s in route]
-        for kind, s in {"none": [], "entry": everywhere[:1], "stages": everywhere}[order]:
-            yield from ((Op(kind, s, a), Op(kind, s, b), 0.0) for a, b in pairwise(batches))
-
-
-class LongestPaths:
-    """Longest paths between compute ops, which fix variables and keep every big-M small. Times are `scale` × ms."""
-
-    def __init__(
-        self, problem: Problem, horizon: float, scale: float, order: MicrobatchOrder, determined: bool
-    ) -> None:
-        self.ops = compute_ops(problem)
-        self.number = {op: x for x, op in enumerate(self.ops)}
-        self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage, op.microbatch] for op in self.ops]) * scale
-        self.device = np.array([problem.costs.device[op.stage] for op in self.ops])
-        self.horizon, self.scale = horizon, scale
-        # Precedences, as `Arc` with the ops' numbers: data dependencies (Eq. 5, 6, 8), the fixed order of micro-batches
-        # (Eq. 1), and what `horizon` leaves no other choice for.
-        arcs = chain(between_stages(problem), within_stage(problem), fixed_order(problem, order))
-        self.arcs = [(self.number[a], self.number[b], ms * scale) for a, b, ms in arcs]
-        # (n, n) the least time from x's start to y's start, -inf where x need not precede y.
-        self.lag: Floats = np.full((len(self.ops), len(self.ops)), -np.inf)
-        for x, y, delay in self.arcs:
-            self.lag[x, y] = max(self.lag[x, y], self.time[x] + delay)
-        self._close_transitively()
-        # (n, n) whether the model fixes that x precedes y: all that follows or, if not `determined`, what one equation
-        # fixes: the arcs, and all pairs of a stage and kind that Eq. 1 orders, not neighbours only.
-        if determined:
-            self._add_forced_arcs()
-            self.fixed = self.lag > -np.inf
-        else:
-            of_one_kind = np.array([[x[:2] == y[:2] for y in self.ops] for x in self.ops])
-            self.fixed = of_one_kind & (self.lag > -np.inf)
-            for x, y, _ in self.arcs:
-                self.fixed[x, y] = True
-
-    def precedes(self, x: int, y: int) -> bool:
-        """Whether the model fixes that x precedes y."""
-        return bool(self.fixed[x, y])
-
-    @property
-    def possible(self) -> bool:
-        """Whether anything may fit into the horizon."""
-        no_cycle = bool((self.lag.diagonal() <= 0.0).all())
-        return no_cycle and float((self.head + self.tail).max()) <= self.horizon * (1 + TOLERANCE)
-
-    @property
-    def head(self) -> Floats:
-        """(n,) the earliest start of each op."""
-        head: Floats = np.maximum(0.0, self.lag.max(axis=0))
-        return head
-
-    @property
-    def tail(self) -> Floats:
-        """(n,) the least time from each op's start to the end of all that follows it."""
-        tail: Floats = np.maximum(self.time, (self.lag + self.time).max(axis=1))
-        return tail
-
-    def _add_forced_arcs(self) -> None:
-        """Adds pairs of ops of a device that no schedule within the horizon runs the other way round, until there are
-        no more."""
-        while self.possible:
-            related = self.lag > -np.inf
-            y_before_x = (self.head + self.time)[:, None] + self.tail[None, :]  # by y, x: the least length
-            too_late = (y_before_x > self.horizon * (1 + TOLERANCE)).T
-            forced = too_late & (self.device[:, None] == self.device) & ~related & ~related.T
-            np.fill_diagonal(forced, False)
-            pairs = np.argwhere(forced & ~forced.T).tolist()
-            if not pairs:
-                return
-            for x, y in pairs:
-                self.arcs.append((x, y, 0.0))
-                self.lag[x, y] = max(self.lag[x, y], self.time[x])
-            self._close_transitively()
-
-    def _close_transitively(self) -> None:
-        for k in range(len(self.ops)):
-            np.maximum(self.lag, self.lag[:, k, None] + self.lag[None, k, :], out=self.lag)
-
-
 class Variables:
     """The variables of a model, and the rows that they are part of. Times are `paths.scale` × ms.
 
     Compute ops have numbers (`paths.number`). Activations are those that can leave. docs/milp.md has a table of the
-    variables; their letters here are the paper's, but for A and X.
+    variables; their letters here are the paper's, but for A and X. With a `window` what that leaves as it is has no
+    variable.
     """
 
-    def __init__(self, problem: Problem, paths: LongestPaths, switches: Switches, rows: Rows) -> None:
+    def __init__(
+        self, problem: Problem, paths: LongestPaths, switches: Switches, rows: Rows, window: Window | None = None
+    ) -> None:
+        self._window = window
         self.problem, self.costs, self.paths, self.rows = problem, problem.costs, paths, rows
         self.order, self._one_per_pair = switches.order, switches.one_per_pair
         earliest, latest = paths.head + paths.time, paths.horizon - paths.tail + paths.time
@@ -247,8 +137,13 @@ class Variables:
         self.length = rows.new_variable(0.0, paths.horizon)
         stages = stages_that_may_offload(problem)
         self.activations: list[Activation] = [
-            (op.stage, op.microbatch) for op in paths.ops if op.kind == Kind.F and op.stage in stages
+            a
+            for a in (op[1:3] for op in paths.ops if op.kind == Kind.F and op.stage in stages)
+            if window is None or window.touches(a) or a in window.reading.offload
         ]
+        self._on_link: dict[int, list[Activation]] = {}
+        for a in self.activations:
+            self._on_link.setdefault(int(self.costs.link[self.costs.device[a[0]]]), []).append(a)
         # P, by two ops of a device.
         self.op_before: dict[tuple[int, int], Literal] = {}
         # W.
@@ -278,6 +173,15 @@ class Variables:
         self.rows.add_clause(~first, ~second)
         return first, second
 
+    def _stays(self, *activations: Activation, op: Op | None = None) -> Reading | None:
+        """What decides of these activations, and of their places beside an op: the schedule, unless that is free."""
+        window = self._window
+        return window.reading if window and op not in window.free and not window.touches(*activations) else None
+
+    def _literal(self, truth: bool | None) -> Literal:
+        """What is known, or a new variable."""
+        return self.rows.new_literal() if truth is None else TRUE if truth else FALSE
+
     def _create_compute_orders(self) -> None:
         """No variable where the order is fixed. As the k-th W of a stage can always be the W of its k-th B (what all Ws
         of a stage free is equal), Ws follow the order of their Bs where an order is fixed at all."""
@@ -306,7 +210,7 @@ class Variables:
         """The transfer of what stays has no length and must not be in the way: it may lie anywhere up to the horizon,
         or before B where its neighbours on the link are before theirs."""
         for a in self.activations:
-            self.offloaded[a] = self.rows.new_literal()
+            self.offloaded[a] = self._literal(self._stays(a) and True)
             F, B = self.number(Kind.F, a), self.number(Kind.B, a)
             low, high = self.rows.lower[self.end[F]], self.paths.horizon
             if self.keeps_place(a):
@@ -316,20 +220,21 @@ class Variables:
 
     def _create_link_orders(self) -> None:
         """Each way of a link has an order of its own if it is full duplex."""
-        link = self.costs.link[self.costs.device]
-        for a, b in combinations(self.activations, 2):
-            if link[a[0]] != link[b[0]]:
-                continue
-            for order in (self.offload_before, self.reload_before):
+        for a, b in chain.from_iterable(combinations(each, 2) for each in self._on_link.values()):
+            for order, kind in ((self.offload_before, Kind.O), (self.reload_before, Kind.R)):
                 if self.keep_order(a, b) or self.is_over_before(a, b):
                     order[a, b], order[b, a] = TRUE, FALSE
-                elif self.is_over_before(b, a):
+                elif self.keep_order(b, a) or self.is_over_before(b, a):
                     order[a, b], order[b, a] = FALSE, TRUE
+                elif stays := self._stays(a, b):
+                    order[a, b] = self._literal(stays.moved[kind][a] < stays.moved[kind][b])
+                    order[b, a] = self._literal(stays.moved[kind][b] < stays.moved[kind][a])
                 else:
                     order[a, b], order[b, a] = self.new_order()
         for a, b in self.offload_before if self.problem.transfer_mode == "half_duplex" else ():
             if not (self.keep_order(a, b) or self.is_over_before(a, b) or self.is_over_before(b, a)):
-                self.offload_before_reload[a, b] = self.rows.new_literal()
+                stays = self._stays(a, b)
+                self.offload_before_reload[a, b] = self._literal(stays and stays.offload[a] < stays.reload[b])
 
     def create_away_literals(self, ops: list[int], leaving: list[Activation], takes: list[int]) -> None:
         """`drop_before` and `return_before` of a device's activations and ops, but for ops that do not run between F
@@ -339,9 +244,17 @@ class Variables:
             before_forward = y == F or self.paths.precedes(y, F)
             after_backward = y == B or self.paths.precedes(B, y)
             if not before_forward and not after_backward:
-                self.return_before[a, y] = self.rows.new_literal()
+                op = self.paths.ops[y]
+                stays = self._stays(a, op=op)
+                self.return_before[a, y] = self._literal(stays and stays.returns_before(a, op))
                 if takes[y]:
-                    self.drop_before[a, y] = self.rows.new_literal()
+                    self.drop_before[a, y] = self._literal(stays and stays.drops_before(a, op))
+
+    def create_away_at_reload(self, c: Activation, b: Activation) -> Literal:
+        """`away_at_reload`, unless it is fixed."""
+        stays = self._stays(c, b)
+        is_away = self.away_at_reload[c, b] = self._literal(stays and stays.is_away_at_reload(c, b))
+        return is_away
 
     # --- for rows
 
@@ -358,7 +271,11 @@ class Variables:
     def keep_order(self, a: Activation, b: Activation) -> bool:
         """Whether two activations of one stage, a before b, leave in that order and come back in it. They may as well
         where the stage keeps its order in F and in B, as exchanging transfers of equal activations costs nothing."""
-        return self.order == "stages" and a[0] == b[0] and a[1] < b[1] and self._are_equal(a[1], b[1])
+        return (
+            a[0] == b[0]
+            and self._are_equal(a[1], b[1])
+            and all(self.paths.precedes(self.number(kind, a), self.number(kind, b)) for kind in (Kind.F, Kind.B))
+        )
 
     def _are_equal(self, i: int, j: int) -> bool:
         return bool(self.costs.class_of[i] == self.costs.class_of[j])
@@ -370,9 +287,8 @@ class Variables:
     def keeps_place(self, a: Activation) -> bool:
         """Whether all transfers on a's link are of activations that keep their order: then that of what stays keeps its
         place, too."""
-        link = self.costs.link[self.costs.device]
-        others = [b for b in self.activations if link[b[0]] == link[a[0]] and b != a]
-        return all(self.keep_order(a, b) or self.keep_order(b, a) for b in others)
+        on_link = self._on_link[int(self.costs.link[self.costs.device[a[0]]])]
+        return all(a == b or self.keep_order(a, b) or self.keep_order(b, a) for b in on_link)
 
 
 def stages_that_may_offload(problem: Problem) -> set[int]:
@@ -385,3 +301,48 @@ def stages_that_may_offload(problem: Problem) -> set[int]:
             wanted[problem.costs.device[s]] += len(batches) * most
     tight = [size > limit for size, limit in zip(wanted, problem.costs.activation_budget.tolist(), strict=True)]
     return {s for route, _ in classes for s in route if problem.costs.can_offload[s] and tight[problem.costs.device[s]]}
+
+
+def assignment(v: Variables, schedule: Schedule) -> dict[int, float]:
+    """The values of the binaries, by variable, in a schedule. They contradict each other if the model cannot express
+    the schedule; the solver then drops them."""
+    reading = Reading(schedule, v.order)
+    offload, reload = dict(reading.offload), dict(reading.reload)
+    _place_transfers_of_what_stays(v, reading, offload, reload)
+    truths: list[tuple[Literal, bool]] = []
+    compute = [reading.compute[op] for op in v.paths.ops]
+    truths += ((is_before, compute[x] < compute[y]) for (x, y), is_before in v.op_before.items())
+    truths += ((is_offloaded, a in reading.offload) for a, is_offloaded in v.offloaded.items())
+    for orders, moved in ((v.offload_before, offload), (v.reload_before, reload)):
+        for (a, b), literal in orders.items():
+            if a < b and a in moved and b in moved:
+                truths += [(literal, moved[a] <= moved[b]), (orders[b, a], moved[a] > moved[b])]
+    for (a, b), is_before in v.offload_before_reload.items():
+        if a in offload and b in reload:
+            truths.append((is_before, offload[a] <= reload[b]))
+    truths += ((drops, reading.drops_before(a, v.paths.ops[y])) for (a, y), drops in v.drop_before.items())
+    truths += ((returns, reading.returns_before(a, v.paths.ops[y])) for (a, y), returns in v.return_before.items())
+    truths += ((is_away, reading.is_away_at_reload(c, b)) for (c, b), is_away in v.away_at_reload.items())
+    return {literal.var: float(literal.positive == truth) for literal, truth in truths if literal.var >= 0}
+
+
+def _place_transfers_of_what_stays(
+    v: Variables, reading: Reading, offload: dict[Activation, Interval], reload: dict[Activation, Interval]
+) -> None:
+    """The transfer of what stays takes no time and lies between two others, as early as those before it allow."""
+    link = v.costs.link[v.costs.device]
+    half_duplex = v.problem.transfer_mode == "half_duplex"
+    for a in sorted(v.activations):
+        if a in reading.offload or v.keeps_place(a):
+            continue
+        moment = reading.compute[Op(Kind.F, *a)].end
+        for moved, other_way in ((offload, reload), (reload, offload)):
+            before = (moved[b] for b in v.activations if b in moved and v.keep_order(b, a))
+            moment = max([moment, *(interval.end for interval in before)])
+            on_stream = [*moved.items(), *(other_way.items() if half_duplex else ())]
+            for start, end in sorted(x for b, x in on_stream if link[b[0]] == link[a[0]]):
+                if abs(start - moment) < TOLERANCE_MS:
+                    moment = start
+                elif start < moment < end - TOLERANCE_MS:
+                    moment = end
+            moved[a] = Interval(moment, moment)
