@@ -15,11 +15,11 @@ from typing import Protocol, Unpack
 
 from optpipe import solvers
 from optpipe.errors import FrameError, InputError, OptPipeError, SolverError
-from optpipe.evaluate.objective import Objective, length_ms, reaches
+from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.formats.stacks import STACKS, Stack, restricted
 from optpipe.model.problem import Problem
 from optpipe.options import SolveArguments, SolveOptions
-from optpipe.process.child import Child
+from optpipe.process.child import LOADING_S, Child
 from optpipe.process.protocol import (
     Bound,
     End,
@@ -34,11 +34,10 @@ from optpipe.process.protocol import (
     Remedies,
     Request,
 )
-from optpipe.results import NOTHING_YET, Improvement, Result
+from optpipe.results import NOTHING_YET, Improvement, Result, is_better
 from optpipe.schedule import Found, Schedule, check
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
-LOADING_S = 120.0  # that its process may take to load on a busy machine: its time begins when it is ready
 MOST_NOTES = 200  # further notes of a solver are dropped
 Admit = Callable[[int], None]
 SILENT = "the solver had reported nothing when it was stopped after {:.1f} s: it had too little time to start"
@@ -91,7 +90,7 @@ class Keeper:
             wrong = str(error)
         if wrong:
             self._note(Note(text=f"a schedule of {frame.method} was rejected: {wrong}"))
-        elif self._is_better(value_ms := length_ms(schedule, options.objective), frame.method):
+        elif is_better(value_ms := length_ms(schedule, options.objective), frame.method, best.value_ms, best.method):
             step = Improvement(time.monotonic() - self._began, frame.method, value_ms, best.lower_bound_ms)
             self.result = replace(
                 Result.from_schedule(schedule, options, best.lower_bound_ms, frame.method),
@@ -102,12 +101,6 @@ class Keeper:
             )
             return
         self.result = replace(self.result, rejected=best.rejected + 1)
-
-    def _is_better(self, value_ms: float, method: str) -> bool:
-        """Whether a schedule is shorter, or as short and of the method that shows its own (`EXHAUSTIVE`)."""
-        best, best_ms = self.result, length_ms(self.result.schedule, self._options.objective)
-        is_its_own = not self._options.ends_when_proven and method == self._options.method != best.method
-        return value_ms < best_ms or (is_its_own and reaches(value_ms, best_ms))
 
     def _take_other_stages(self, frame: OtherStages) -> None:
         """Keep the published schedule on other stages, if it is valid there."""

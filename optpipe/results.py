@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any, Self
 
+from optpipe import solvers
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, gap, length_ms, reaches, shorter
 from optpipe.model.placement import Placement
 from optpipe.options import Placements, SearchOptions
@@ -192,6 +193,13 @@ class Result:
 def _with(placement: Placement | None) -> str:
     count = f" (of {sum(placement.layers)}: embedding and head count)" if placement and placement.layers else ""
     return f" with {placement}{count}" if placement else ""
+
+
+def is_better(ms: float, method: str, than_ms: float | None, than: str) -> bool:
+    """Whether a schedule is shorter than that of another method, or as short and of one that searches on after a proof:
+    who asks for such a method sees its own."""
+    than_ms, exhaustive = NO_SCHEDULE_MS if than_ms is None else than_ms, solvers.installed().EXHAUSTIVE
+    return shorter(ms, than_ms) or (method in exhaustive and than not in exhaustive and reaches(ms, than_ms))
 
 
 def _as_json(placement: Placement | None) -> dict[str, Any] | None:

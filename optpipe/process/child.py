@@ -19,6 +19,7 @@ from optpipe.process.protocol import End, Frame, Refused, parse_frame
 
 LONGEST_LINE = 2**26  # bytes; a schedule of 64 devices × 512 micro-batches with every activation offloaded has 2^21
 ENDING_S = 5.0  # how long a child that has closed its output may take to end
+LOADING_S = 120.0  # how long one may take to be ready on a busy machine: its time limit begins then
 
 
 class Child:

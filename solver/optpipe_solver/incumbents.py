@@ -12,6 +12,7 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms, raises, reaches, shorter
 from optpipe.formats.stacks import STACKS
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
+from optpipe.results import is_better
 from optpipe.schedule import Schedule, check
 from optpipe_solver.schedule_facts import has_only_known_ops
 
@@ -97,10 +98,9 @@ class Incumbents:
                 self.bound_ms = ms
                 self._emit(Bound(method=method, lower_bound_ms=ms))
 
-    def offer(self, schedule: Schedule, is_news: bool = True, is_own: bool = False) -> str | None:
-        """Keep a schedule if it is valid, and shorter than all before or than those of a kind.
+    def offer(self, schedule: Schedule, is_news: bool = True) -> str | None:
+        """Keep a schedule if it is valid, and better than all before (`is_better`) or shorter than those of a kind.
 
-        One that `is_own`, of the method that shows its own, is also kept if it is as short as the best of another one.
         Returns what is wrong with the schedule; None if nothing is, if it is no better, or not for the stack.
         """
         with self._lock:
@@ -108,8 +108,7 @@ class Incumbents:
                 ms = length_ms(schedule, self.objective)
             except ScheduleError as error:  # it cannot run
                 return str(error)
-            is_best = shorter(ms, self.best_ms)
-            is_best |= is_own and self.best is not None and self.best.method != schedule.method and ms <= self.best_ms
+            is_best = is_better(ms, schedule.method, self.best_ms, self.best.method if self.best else "")
             kinds = [kind for kind, best in self._best_of.items() if shorter(ms, best.ms) and kind(schedule)]
             if not (is_best or kinds):
                 return None

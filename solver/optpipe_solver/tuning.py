@@ -49,7 +49,6 @@ COUNTED_TIMEOUT = 2.0  # with one thread the clock ends an engine after this tim
 STOP_S = 0.3  # kept for stopping the engines and writing the last frames
 ENGINE_END_S = 0.5  # kept of what an engine is allotted for its end; with no more left none is started
 ENGINE_LEAST_S = 1.0  # an engine is allotted that much at least, if it is left
-LOADING_S = 60.0  # an engine may take that long to load and compile on a busy machine; not part of its share
 NO_LIMIT_S = 86_400.0  # the time limit of an engine that the portfolio stops
 SMALL_OPS = (
     20_000  # compute ops up to which a published schedule takes at most a tenth of a second: all are tried first

@@ -192,7 +192,7 @@ class _Search:
 
         def on_solution(x: Floats) -> None:
             schedule = prune(lift(self._problem, model.starts(x), METHOD))
-            wrong = self.incumbents.offer(schedule, is_own=True)
+            wrong = self.incumbents.offer(schedule)
             if not wrong and not check(self._problem, schedule):  # one that is no better was not checked
                 self._own_ms = min(self._own_ms, length_ms(schedule, self._request.objective))
             if wrong and not model.units.down:  # rounded down, what does not fit may seem to fit

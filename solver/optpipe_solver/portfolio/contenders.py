@@ -14,11 +14,11 @@ from optpipe.formats.stacks import STACKS
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
+from optpipe.results import is_better
 from optpipe_solver import tuning
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
 from optpipe_solver.incumbents import Emit, Incumbents
-from optpipe_solver.methods import MILP
 from optpipe_solver.portfolio.partitions import SHAPES
 from optpipe_solver.portfolio.portfolio import incumbents_of
 
@@ -63,7 +63,7 @@ class Contenders:
         self._partitions_ms = partition_bound(problem, request.objective) if self.has_layers else NO_SCHEDULE_MS
         self.all: list[Contender] = []
         self.best_ms, self.bound_ms = NO_SCHEDULE_MS, float("-inf")
-        self.last_note = ""
+        self.last_note = self._best_method = ""
         self._notes: set[str] = set()
         self._handling = RLock()
         self.unplaced = self.contender(None, problem)
@@ -143,9 +143,9 @@ class Contenders:
         """Take a frame about one placement; called from any thread."""
         with self._handling:
             if isinstance(frame, Incumbent):
-                ms, is_own = contender.incumbents.best_ms, frame.method == self._request.method == MILP
-                if shorter(ms, self.best_ms) or (is_own and ms <= self.best_ms):
-                    self.best_ms = contender.incumbents.best_ms
+                ms = contender.incumbents.best_ms
+                if is_better(ms, frame.method, self.best_ms, self._best_method):
+                    self.best_ms, self._best_method = ms, frame.method
                     placed = frame.schedule.model_copy(update={"placement": contender.placement})
                     self._emit(frame.model_copy(update={"schedule": placed}))
             elif isinstance(frame, Bound):

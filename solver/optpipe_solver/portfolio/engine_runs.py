@@ -17,7 +17,7 @@ import psutil
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.jit import compiles_elsewhere
-from optpipe.process.child import Child
+from optpipe.process.child import LOADING_S, Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Note, Programs, Ready, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import engines, tuning
@@ -199,7 +199,7 @@ class EngineRuns:
             "seed": (self._request.seed + self._started) % 2**31,
         }
         self._started += 1
-        start, deadline = self._start_for(run), self._deadline(allotted_s, tuning.LOADING_S)
+        start, deadline = self._start_for(run), self._deadline(allotted_s, LOADING_S)
         self._processes.start(self._request.model_copy(update=asked), start, deadline, allotted_s)
 
     def _deadline(self, allotted_s: float, loading_s: float = 0.0) -> float:
@@ -256,7 +256,7 @@ class EngineRuns:
         best_ms = self._incumbents.best_ms
         try:
             schedule = message.schedule.schedule(self._request.problem, message.method)
-            wrong = self._incumbents.offer(schedule, is_own=message.method == self._request.method == MILP)
+            wrong = self._incumbents.offer(schedule)
         except OptPipeError as error:
             wrong = str(error)
         if self._incumbents.best_ms < best_ms:
