@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 log = structlog.get_logger("optpipe.server")
 
-PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large for list scheduling
-HURRIED_S = 0.05  # likewise, and for all where many wait: less than what is worth a search by rules
+PUBLISHED_S = 1.0  # of processor time: for published schedules, and as much for those on other stages
+HURRIED_S = 0.05  # likewise where many wait, without other stages: less than what is worth a search by rules
 CHECKS_AT_ONCE = 4  # schedules that are looked up or verified
 CHECK_S_PER_PART = 5e-6  # to read and verify a schedule here, per activation part
 
@@ -47,11 +47,22 @@ ReadSchedule = Callable[[], Schedule]  # read when it is its turn: a large one t
 
 
 class FirstSchedules:
-    """Finds the first schedules of submissions; used from one event loop."""
+    """Finds the first schedules of submissions; used from one event loop.
+
+    Attributes
+    ----------
+    waiting
+        How many submissions wait. Where several do, no similar problem's schedule is adapted, and none is searched by
+        rules.
+    """
 
     def __init__(self, pool: Pool, cache: ServiceCache) -> None:
-        self._pool, self._cache = pool, cache
+        self._pool, self._cache, self.waiting = pool, cache, 0
         self._large, self._checks = anyio.CapacityLimiter(1), anyio.CapacityLimiter(CHECKS_AT_ONCE)
+
+    @property
+    def _is_hurried(self) -> bool:
+        return self.waiting > 1
 
     async def check(self, check: Callable[[], T]) -> T:
         """Run what looks schedules up or verifies them in a thread, a few at a time; the end of the service does not
@@ -65,7 +76,6 @@ class FirstSchedules:
         offered: ReadSchedule | None,
         source: Source,
         deadline: float,
-        is_hurried: bool = False,
     ) -> InitialResult:
         """Return the best that can be found by then. Large problems take turns, as each takes much memory; one whose
         turn does not come in time gets none.
@@ -77,8 +87,6 @@ class FirstSchedules:
             best one for the former costs. It counts if it is valid.
         deadline
             By `time.monotonic`.
-        is_hurried
-            Whether others wait: then no similar problem's schedule is adapted, and none is searched by rules.
 
         Raises
         ------
@@ -98,10 +106,11 @@ class FirstSchedules:
                     if offered is not None and source == "warm_start":
                         raise BusyError
                     return InitialResult()
-            initial, to_repair = await self.check(partial(self._known, problem, options, offered, source, is_hurried))
+            initial, to_repair = await self.check(partial(self._known, problem, options, offered, source))
             if initial.best.status == "optimal":
                 return initial
-            asked = {**options.arguments(), "threads": 1, "time_limit_s": HURRIED_S if is_hurried else PUBLISHED_S}
+            limit_s = HURRIED_S if self._is_hurried else PUBLISHED_S
+            asked = {**options.arguments(), "threads": 1, "time_limit_s": limit_s}
             request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
             left_s = deadline - time.monotonic()
             until = deadline - min(left_s / 2, CHECK_S_PER_PART * parts)  # an answer is verified, too
@@ -117,11 +126,10 @@ class FirstSchedules:
         options: SolveOptions,
         offered: ReadSchedule | None,
         source: Source,
-        is_hurried: bool,
     ) -> tuple[InitialResult, Programs | None]:
         """What the cache or the client has, and the latter's schedule where it needs repair."""
         schedule = offered() if offered else None
-        initial = InitialResult(self._cached(problem, options, is_hurried), "cache")
+        initial = InitialResult(self._cached(problem, options), "cache")
         if schedule is None or initial.best.status == "optimal":
             return initial, None
         placement = schedule.placement if options.placements == "all" else None
@@ -133,12 +141,12 @@ class FirstSchedules:
             return initial, None
         return _better(initial, InitialResult(Result.from_schedule(retimed, options), source)), None
 
-    def _cached(self, problem: Problem, options: SolveOptions, only_exact: bool) -> Result:
+    def _cached(self, problem: Problem, options: SolveOptions) -> Result:
         """What the cache has; a heuristic or a published schedule that is asked for is computed anew."""
         hit = None
         if options.starts_from_known:
             try:
-                hit = self._cache.open().lookup(problem, options.objective, only_exact)
+                hit = self._cache.open().lookup(problem, options.objective, self._is_hurried)
                 CACHE.labels("miss" if hit is None else "exact" if hit.exact else "near").inc()
             except InputError as error:
                 log.warning("the cache cannot be used", why=str(error))

@@ -1,6 +1,7 @@
 """First schedules: whatever a process answers, the result is a valid schedule in time, or none."""
 
 import asyncio
+import json
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from support.problems.strategies import problems
 from optpipe import InputError, Problem, Schedule, check, solvers
 from optpipe.model.placement import Placement
 from optpipe.options import SolveOptions
-from optpipe_cache import Retention
+from optpipe_cache import Cache, Retention
 from optpipe_server import Settings, accepted
 from optpipe_server.database import Database, InitialResult
 from optpipe_server.database.tables import Source
@@ -246,6 +247,15 @@ def test_large_problems_take_turns_and_small_ones_do_not_wait_for_them(view, mon
     without, busy, first = view.run(together())
     assert without.best.schedule is first.best.schedule is None
     assert isinstance(busy, BusyError)
+
+
+def test_where_others_wait_nothing_takes_long(real, counted, monkeypatch):
+    exact = list[bool]()
+    monkeypatch.setattr(Cache, "lookup", lambda *asked: exact.append(asked[-1]))
+    for real.first_schedules.waiting in (1, 2, 1):
+        real.start(TIGHT, "auto")
+    assert exact == [False, True, False]
+    assert [json.loads(task[-1])["time_limit_s"] for task in counted] == [1.0, 0.05, 1.0]
 
 
 def test_close_ends_all_waits(tmp_path):

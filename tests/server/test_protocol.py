@@ -285,7 +285,7 @@ def test_more_submissions_than_it_can_hold_are_sent_away_for_seconds(
     with client_of(replace(settings, first_schedule_s=60.0)) as (client, server), ThreadPoolExecutor() as threads:
         body = {"problem": PROBLEM, "method": "asleep"}  # its first schedule takes as long as it may
         first = threads.submit(client.post, "/v1/jobs", json=body)
-        until(lambda: server.service._submitting)
+        until(lambda: server.service.first_schedules.waiting)
         refused = client.post("/v1/jobs", json=body)
         assert (refused.status_code, refused.json()["detail"]) == (429, "busy: 1 submissions wait; retry in 5 s")
         assert refused.headers["Retry-After"] == "5"

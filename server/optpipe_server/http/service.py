@@ -66,7 +66,6 @@ class Service:
 
     async def open(self) -> None:
         anyio.to_thread.current_default_thread_limiter().total_tokens = QUERIES_AT_ONCE  # routes run in these threads
-        self._submitting = 0
         self._probing, self._probed_at = asyncio.Lock(), -math.inf
         self.pool = Pool(self.settings.processes)
         self.first_schedules = FirstSchedules(self.pool, self.cache)
@@ -127,13 +126,13 @@ class Service:
     ) -> tuple[str, bool]:
         """Store a job with its first schedule; return its id, and whether it is new. Raises as `Jobs.add`, `InputError`
         if the method is unknown or the warm start cannot be read, `ReplyError` (429) if too many wait for theirs."""
-        if self._submitting >= MOST_SUBMITTED:
+        if self.first_schedules.waiting >= MOST_SUBMITTED:
             raise ReplyError(429, f"busy: {MOST_SUBMITTED} submissions wait; retry in {SOON_S} s", retry_s=SOON_S)
-        self._submitting += 1
+        self.first_schedules.waiting += 1
         try:
             return await self._submit(submission, key_name, idempotency_key, body)
         finally:
-            self._submitting -= 1
+            self.first_schedules.waiting -= 1
 
     async def _submit(
         self, submission: Submission, key_name: str | None, idempotency_key: str | None, body: bytes
@@ -156,8 +155,7 @@ class Service:
 
         deadline = began + self.settings.first_schedule_s
         offered = warm_start if file is not None else None
-        hurried = self._submitting > 1
-        initial = await self.first_schedules.find(problem, options, offered, "warm_start", deadline, hurried)
+        initial = await self.first_schedules.find(problem, options, offered, "warm_start", deadline)
         job = NewJob(problem, options, submission.priority, key_name, idempotency_key, sha256, submission.lease_s)
         job_id, new = await self.query(lambda: self.jobs.add(job, initial, most_open=self.settings.open_jobs))
         if new:
