@@ -133,7 +133,7 @@ class Result:
             return None
         method, where = self.other_stages.method, "on other stages, which placements = all searches,"
         if not shorter(ms, best_ms):
-            return f"{where} no published schedule that fits is shorter ({method}: {ms:.6g} ms)"
+            return f"{where} no published schedule that was tried is shorter ({method}: {ms:.6g} ms)"
         less = f", {1 - ms / best_ms:.1%} less" if self.schedule else ""
         return f"{where} {method} takes {ms:.6g} ms{less},{_with(self.other_stages.placement)}"
 

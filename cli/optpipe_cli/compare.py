@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -26,13 +27,13 @@ from optpipe.show.svg import gantt
 from optpipe.text import bytes_text, distinct_sizes, printable
 from optpipe_cli.options import Flag, Json, NewFolder, Options, require_writable
 from optpipe_cli.output import echo, print_json, print_table, sizes_text, waiting
-from optpipe_solver.systems import SYSTEMS, shortest_that_fits
+from optpipe_solver.clock import FirstClock
+from optpipe_solver.systems import SYSTEMS, fitting, on_other_stages
 
 TIGHT = Path(__file__).parent / "tight-4x8.json"
 SEARCH_S = 4.0  # of each of the two searches of the example: on the problem's own stages, and on any
 CURVE = (1.6, 1.8, 2, 2.5, 3, 4, 8)  # its memory, in activations of a device's stages: 1F1B needs 4
 SAME = 5e-4  # a share of a length that is no difference
-MOST_FORWARDS = 2048  # stages times micro-batches; with more it takes longer than a second to make them all
 
 
 def compare(
@@ -179,13 +180,13 @@ def gain_lines(before: Schedule, after: Schedule, objective: Objective = "makesp
 def best_published(
     problem: Problem, placements: Placements, objective: Objective, stack: StackName = "optpipe"
 ) -> Schedule | None:
-    """The shortest schedule of the other papers that fits a problem, which is not large, on the stages that may be
-    used, and that the training stack runs."""
-    if len(problem.stages) * problem.microbatches > MOST_FORWARDS:
-        return None
-    others = (method for method in SYSTEMS if method not in solvers.installed().OWN)
-    stages: tuple[Placements, ...] = ("keep",) if placements == "keep" else ("keep", "all")
-    return shortest_that_fits(problem, others, stages, objective, stack=stack)
+    """The shortest schedule of the other papers that fits a problem on the stages that may be used, and that the
+    training stack runs; None also where a moment is too short to try all of them."""
+    own, clock = solvers.installed().OWN, FirstClock()
+    others = [name for name, _ in on_other_stages(problem)] if placements == "all" else []
+    schedules = chain(fitting(SYSTEMS, problem, "keep", clock, stack), fitting(others, problem, "all", clock, stack))
+    fit = [each for each in schedules if each.method not in own]
+    return min(fit, key=lambda each: length_ms(each, objective), default=None) if not clock.over else None
 
 
 def try_(

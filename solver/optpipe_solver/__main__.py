@@ -28,8 +28,6 @@ def main() -> None:
     write_frame(Ready())
     begun.set()
     search.run()
-    if isinstance(search, Portfolio):
-        search.look_at_other_stages(has_begun=True)
     if search.is_infeasible:
         offer_remedies(request, write_frame, search.clock)
     timer.cancel()

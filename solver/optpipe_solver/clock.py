@@ -92,6 +92,10 @@ class Clock:
         seconds = share * self.seconds
         return Clock(seconds, self.counts, inf if self.counts else seconds, whole=self)
 
+    def until_half(self) -> Clock:
+        """A clock that is over when half of this clock's wall time is."""
+        return Clock(self.wall_left_s - self.seconds / 2, whole=self)
+
     def last(self, seconds: float) -> None:
         """Let its wall time be so many seconds at least, since it began."""
         self._until = max(self._until, self._began + seconds)
@@ -103,6 +107,19 @@ class Clock:
     def moment(self, seconds: float) -> float:
         """The moment of `time.monotonic` in so many seconds of wall time, or `until` if that is sooner."""
         return min(self.until, time.monotonic() + seconds)
+
+
+class FirstClock(Clock):
+    """The time for what comes before a search: `tuning.FIRST_S` or the search's time limit, in seconds in which a
+    processor runs this thread, so that other work beside it takes none of them."""
+
+    def __init__(self, time_limit_s: float = inf) -> None:
+        super().__init__(min(tuning.FIRST_S, time_limit_s))
+        self._began_at_s = time.thread_time()
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.seconds - (time.thread_time() - self._began_at_s))
 
 
 UNLIMITED = Clock()

@@ -9,9 +9,7 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import End, Note, Refused, Request
 from optpipe.reuse import by_rules
 from optpipe_solver import tuning
-from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit
-from optpipe_solver.methods import ENGINES
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, offer_remedies
 from optpipe_solver.portfolio.heuristic_runs import count_ops
 
@@ -38,13 +36,12 @@ def answer(request: Request, emit: Emit) -> None:
 
     It ends with `End`, or with `Refused` if the method is unknown or does not apply. The first schedules of list
     scheduling are enough, with what a compiled list scheduler, if there is one by now, finds by simple rules in a
-    moment. Where the former would take too long, `naive` comes at once, and published systems are tried for the
-    request's time limit. One of less than `tuning.THOROUGH_S` leaves out rules and other stages.
+    moment. List scheduling that would take too long is left out. A time limit of less than `tuning.THOROUGH_S` leaves
+    out rules and other stages.
     """
     is_compiled, is_thorough = load_compiled(LOOPS), request.time_limit_s >= tuning.THOROUGH_S
-    large = count_ops(request.problem) / tuning.OPS_PER_S > tuning.FIRST_LIST_S
-    enough = Clock(min(request.time_limit_s, tuning.FIRST_LIST_S) if large else 0.0)
-    request = request.model_copy(update={"time_limit_s": 2 * tuning.FIRST_LIST_S})
+    most_s = tuning.FIRST_LIST_S if is_thorough else request.time_limit_s
+    is_listed = count_ops(request.problem) / tuning.OPS_PER_S <= most_s or not request.starts_from_known
     try:
         search = (PlacementSearch if request.placements == "all" else Portfolio)(request, emit)
     except InputError as error:
@@ -56,9 +53,8 @@ def answer(request: Request, emit: Emit) -> None:
         if own is search and is_thorough:
             own.look_at_other_stages()
         if own.begin():
-            named = request.method not in ("auto", *ENGINES)
-            for _ in own.heuristics.run(1.0, name="naive" if large and not named else None):
-                if own.incumbents.proven or (own.incumbents.best and enough.over):
+            for _ in own.heuristics.run(1.0) if is_listed else ():
+                if own.incumbents.best:
                     break
             if is_compiled and is_thorough and request.method == "auto" and not own.incumbents.proven:
                 own.heuristics.by_rules()

@@ -7,7 +7,6 @@ compiler. `naive` fits wherever any schedule does.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice, repeat, zip_longest
 from typing import Protocol
@@ -16,7 +15,6 @@ import numpy as np
 
 from optpipe.dispatch.descents import SearchProgress, descents
 from optpipe.dispatch.simulate import Simulator
-from optpipe.errors import InputError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
 from optpipe.formats.stacks import with_whole_backwards
 from optpipe.formats.torch_memory import whole_backwards
@@ -25,7 +23,7 @@ from optpipe.model.arrays import Table
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, Program
-from optpipe.schedule import Schedule, certify, check
+from optpipe.schedule import Schedule, check
 from optpipe_solver import systems, tuning
 from optpipe_solver.bounds.least_memory import Relief, reliefs
 from optpipe_solver.clock import UNLIMITED, Clock
@@ -71,11 +69,8 @@ def ada_offload(problem: Problem, objective: Objective, clock: Clock = UNLIMITED
                 best = _shortest(objective, best, *_in_pairs_or_not(problem, schedule))
         if is_first and best is not None:
             yield best
-            for name in (name for name in ("po-h", "po-f") if clock.wall_left_s > 0):
-                with suppress(InputError):  # it does not apply to these stages
-                    schedule = replace(systems.in_best_order(name, problem, "keep", objective), method=method)
-                    if certify(problem, schedule).fits:
-                        best = _shortest(objective, best, schedule)
+            published = systems.fitting(("po-h", "po-f") if clock.wall_left_s > 0 else (), problem)
+            best = _shortest(objective, best, *(replace(each, method=method) for each in published))
         if best is not None:
             yield best
         failures = failures if best is before else 0

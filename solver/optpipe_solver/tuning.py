@@ -50,10 +50,6 @@ STOP_S = 0.3  # kept for stopping the engines and writing the last frames
 ENGINE_END_S = 0.5  # kept of what an engine is allotted for its end; with no more left none is started
 ENGINE_LEAST_S = 1.0  # an engine is allotted that much at least, if it is left
 NO_LIMIT_S = 86_400.0  # the time limit of an engine that the portfolio stops
-SMALL_OPS = (
-    20_000  # compute ops up to which a published schedule takes at most a tenth of a second: all are tried first
-)
-OTHER_STAGES_S = 2.0  # of what the search of a larger problem leaves: for published schedules on other stages
 REMEDY_S = 1.0  # for a schedule of each change with which an infeasible problem would fit
 POLL_S = 0.1  # between looks at memory and clocks
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
@@ -62,8 +58,9 @@ OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half
 HEURISTIC = "adaoffload"
 
 # The first schedule of a request
+FIRST_S = 2.0  # of processor time at most: for published schedules, and as much for those on other stages
 THOROUGH_S = 0.1  # of time in which it also searches by rules, some 50 ms, and tries other stages
-FIRST_LIST_S = 0.5  # that list scheduling may take for it; `naive` comes first where it takes longer
+FIRST_LIST_S = 0.5  # that list scheduling may take for it
 
 # Heuristics by themselves
 GENERATE_OPS = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far

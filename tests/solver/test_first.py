@@ -60,17 +60,17 @@ def test_an_answer_is_valid_or_says_why_there_is_none(objective, problem, memory
 
 
 @pytest.mark.parametrize(
-    ("problem", "methods"),
+    ("problem", "seconds", "methods"),
     [
-        (Problem.load(EXAMPLES / "fastlink-4x8.json"), ["po-h", "adaoffload"]),
-        (Problem.load(EXAMPLES / "fastlink-8x16.json"), ["po-h", "adaoffload"]),
-        (rechunk(chain(m=2000, memory=4), 8), ["interleaved"]),
+        (Problem.load(EXAMPLES / "fastlink-4x8.json"), 0.09, ["po-h", "adaoffload"]),
+        (Problem.load(EXAMPLES / "fastlink-8x16.json"), 0.09, ["po-h", "adaoffload"]),
+        (rechunk(chain(m=2000, memory=4), 8), 1e-3, ["interleaved"]),
     ],
     ids=["small", "not large", "large"],
 )
-def test_a_large_problem_has_one_published_at_once_others_all_then_more(problem, methods):
-    """All but the first try of list scheduling is counted in work, so the same schedules come on any machine."""
-    found = schedules(ask(Request(problem=problem, time_limit_s=1e-3)), problem)
+def test_a_large_problem_has_a_published_schedule_others_list_scheduling_too(problem, seconds, methods):
+    """Seconds of processor time, so the same schedules come however busy the machine is."""
+    found = schedules(ask(Request(problem=problem, time_limit_s=seconds)), problem)
     assert [schedule.method for schedule in found] == methods
 
 

@@ -299,8 +299,8 @@ def test_beside_its_answer_a_search_names_the_best_published_schedule_on_other_s
     }  # fmt: skip
     tied = Result.from_schedule(schedule, SolveOptions(placements="keep"))
     assert replace(tied, other_stages=schedule).advice == (
-        "on other stages, which placements = all searches, no published schedule that fits is shorter (dualpipe-v: "
-        f"{schedule.makespan_ms:.6g} ms)"
+        "on other stages, which placements = all searches, no published schedule that was tried is shorter "
+        f"(dualpipe-v: {schedule.makespan_ms:.6g} ms)"
     )
     assert replace(result, placements="all").advice is None
 

@@ -1,7 +1,10 @@
-"""Within any time, no answer is longer than a published schedule that fits on the stages that may be used."""
+"""From the first second, no answer is longer than a published schedule that fits on the stages that may be used."""
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +20,15 @@ from optpipe import OptPipeError, Problem, Result, Schedule, check, comparison
 from optpipe.evaluate.objective import length_ms
 from optpipe.options import Placements, SearchOptions
 from optpipe.process.protocol import Frame, OtherStages, Remedies, Request
-from optpipe_solver import first, tuning
+from optpipe_cli.compare import best_published
+from optpipe_solver import clock, first, systems, tuning
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.portfolio import PlacementSearch, Portfolio, offer_remedies
+from optpipe_solver.portfolio import PlacementSearch, Portfolio, offer_remedies, portfolio
 from optpipe_solver.portfolio.remedies import _recomputed
 from optpipe_solver.systems import SYSTEMS, in_entry_orders, variants
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
-NO_TIME_S = 1e-6
 MEMORY = st.sampled_from([0.6, 1.0, 1.5, 3.0, 100.0])
 PLACEMENTS = st.sampled_from(["keep", "all"])
 OBJECTIVES = st.sampled_from(["makespan", "span"])
@@ -51,15 +54,15 @@ def published(problem: Problem, placements: Placements) -> list[Schedule]:
 
 
 def answered(problem: Problem, placements: Placements, objective: str, is_first: bool) -> list[Frame]:
-    """What the search emits that has no time at all, or the service's first answer."""
+    """What a search of a second emits at its beginning, or the service's first answer."""
     frames: list[Frame] = []
     request = Request(
-        problem=problem, placements=placements, objective=objective, time_limit_s=NO_TIME_S, threads=1, method="auto"
+        problem=problem, placements=placements, objective=objective, time_limit_s=1.0, threads=1, method="auto"
     )
     if is_first:
         first.answer(request, frames.append)
     else:
-        (PlacementSearch if placements == "all" else Portfolio)(request, frames.append).run()
+        (PlacementSearch if placements == "all" else Portfolio)(request, frames.append).begin()
     return frames
 
 
@@ -94,9 +97,7 @@ def test_no_answer_is_longer_than_a_published_schedule_that_fits(problem, placem
 @given(problem=posed(), objective=OBJECTIVES)
 def test_where_stages_are_kept_the_best_published_on_others_is_named(problem, objective):
     frames: list[Frame] = []
-    Portfolio(
-        Request(problem=problem, objective=objective, time_limit_s=NO_TIME_S), frames.append
-    ).look_at_other_stages()
+    Portfolio(Request(problem=problem, objective=objective), frames.append).look_at_other_stages()
     others = [each for each in published(problem, "all") if each.placement]
     assert len(frames) == bool(others)
     for frame in frames:
@@ -105,9 +106,59 @@ def test_where_stages_are_kept_the_best_published_on_others_is_named(problem, ob
         assert length_ms(schedule, objective) == min(length_ms(each, objective) for each in others)
 
 
-def test_what_is_large_on_other_stages_only_is_tried_before_the_search(monkeypatch):
-    """Four stages are small here, the eight chunks of zb-v are not."""
-    monkeypatch.setattr(tuning, "SMALL_OPS", 3 * 4 * 8)
+def cost(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
+    """Let each published schedule take seconds of the processor, and a hundred times as long beside other work. Returns
+    those that are tried, in a list that grows."""
+    tried: list[str] = []
+
+    def counted(method: str, *others: Any) -> Iterator[Schedule]:
+        tried.append(method)
+        yield from in_entry_orders(method, *others)
+
+    now = {"thread_time": lambda: seconds * len(tried), "monotonic": lambda: 100 * seconds * len(tried)}
+    monkeypatch.setattr(systems, "in_entry_orders", counted)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(**now))
+    return tried
+
+
+@pytest.mark.parametrize("placements", ["keep", "all"])
+@pytest.mark.parametrize(("limit_s", "part", "most"), [(0.05, 1, 1), (1.0, 2, 4), (60.0, 8, 8)])
+def test_what_comes_first_takes_the_processor_for_the_time_limit_at_most(monkeypatch, placements, limit_s, part, most):
+    """However long that is beside other work. In a search of all stages the own ones have half of the limit."""
+    tried = cost(monkeypatch, 0.25)
+    search = (PlacementSearch if placements == "all" else Portfolio)(
+        Request(problem=SHORT, placements=placements, time_limit_s=limit_s), lambda _: None
+    )
+    search.begin()
+    on_own, others = len(tried), len(list(systems.on_other_stages(SHORT)))
+    if placements == "keep":
+        search.look_at_other_stages()
+        assert (on_own, len(tried)) == (most, most + min(most, others))
+    else:
+        assert part < on_own <= part + most
+
+
+def test_who_had_no_time_to_try_all_published_schedules_claims_nothing_of_them(monkeypatch):
+    """On other stages each is longer here than on the problem's own."""
+    problem, others = Problem.load(EXAMPLES / "fastlink-16x64.json"), ["po-f", "v-min"]
+    best = best_published(problem, "keep", "makespan")
+    cost(monkeypatch, 0.75)
+    assert best_published(problem, "keep", "makespan") is None
+    monkeypatch.setattr(portfolio, "on_other_stages", lambda _: [(name, None) for name in others])
+    for first_s, is_cut in ((2.0, False), (0.7, True)):
+        monkeypatch.setattr(tuning, "FIRST_S", first_s)
+        frames: list[Frame] = []
+        Portfolio(Request(problem=problem), frames.append).look_at_other_stages()
+        *notes, other = frames
+        texts = ["not all published schedules on other stages were tried, for lack of time"]
+        assert [note.text for note in notes] == texts * is_cut
+        result = Result.from_schedule(best, SearchOptions(placements="keep"))
+        result = replace(result, other_stages=other.schedule.schedule(problem))
+        assert "no published schedule that was tried is shorter (po-f: " in result.advice
+
+
+def test_what_was_not_tried_at_first_is_tried_before_the_search(monkeypatch):
+    monkeypatch.setattr(tuning, "FIRST_S", 0.0)
     monkeypatch.setattr(PlacementSearch, "phases", lambda self: iter(()))
     problem = layered(1000)
     frames: list[Frame] = []
@@ -123,7 +174,7 @@ SHORT = problems.pipeline(4, 8, 100, problems.stage((10, 10, 8), (5, 2)), p2p_ms
 @pytest.mark.parametrize("method", ["1f1b", "adaoffload"])
 def test_who_names_another_method_gets_that_alone(method):
     frames: list[Frame] = []
-    search = Portfolio(Request(problem=SHORT, method=method, time_limit_s=NO_TIME_S), frames.append)
+    search = Portfolio(Request(problem=SHORT, method=method, time_limit_s=1e-6), frames.append)
     search.run()
     search.look_at_other_stages()
     assert {schedule.method for schedule in schedules(frames, SHORT)} == {method}

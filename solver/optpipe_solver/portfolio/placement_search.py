@@ -7,7 +7,7 @@ after the other by successive halving (Jamieson and Talwalkar 2016). `PlacementS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -21,12 +21,12 @@ from optpipe.process.child import Child
 from optpipe.process.protocol import Note, Request
 from optpipe_solver import engines, tuning
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.clock import Clock, counts_work
+from optpipe_solver.clock import Clock, FirstClock, counts_work
 from optpipe_solver.incumbents import Emit
-from optpipe_solver.methods import ENGINES, RELAX
+from optpipe_solver.methods import RELAX
 from optpipe_solver.portfolio.contenders import Contender, Contenders
 from optpipe_solver.portfolio.engine_runs import ENGINE
-from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns, is_small
+from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.portfolio.partitions import improve_partitions, mismatch, partition_of_stages
 from optpipe_solver.portfolio.portfolio import Portfolio
 from optpipe_solver.systems import SYSTEMS, is_system, on_other_stages, parse, variants
@@ -93,22 +93,27 @@ class PlacementSearch:
         contenders.list_all(self.named)
         if self.named and self.named.infeasible:
             contenders.note(self.named.infeasible, self.named.placement)
-        if self.named or request.method not in ("auto", *ENGINES):
+        if self.named or not request.starts_from_known:
             return
         for contender in contenders.all:
             if contender.start:  # a warm start
                 self._portfolio(contender, "naive", 0.0).begin()
-        for name, placement in on_other_stages(request.problem):
-            if (placed := contenders.of(placement)) and is_small(placed.problem):
-                self._offer_published(placed, name)
+        self._offer_on_other_stages(FirstClock(request.time_limit_s))
         for contender in contenders.all if not self.only_own else ():
             if contenders.best_ms == NO_SCHEDULE_MS:
                 self._portfolio(contender, "naive", 0.0).run()
 
-    def _offer_published(self, contender: Contender, name: str) -> None:
+    def _offer_on_other_stages(self, clock: Clock) -> None:
+        """Offer the published systems on the stages that they are given."""
+        for name, placement in on_other_stages(self.request.problem):
+            if placed := self.contenders.of(placement):
+                self._offer_published(placed, [name], clock)
+
+    def _offer_published(self, contender: Contender, names: Iterable[str], clock: Clock) -> None:
         request = self.request.model_copy(update={"problem": contender.problem})
         emit = partial(self.contenders.handle, contender)
-        HeuristicRuns(request, None, contender.incumbents, self.clock, emit).offer_published(name)
+        for _ in HeuristicRuns(request, None, contender.incumbents, self.clock, emit).published(names, clock):
+            pass
 
     def run(self) -> None:
         """Search the problem's own stages for a moment, then from many placements for a short time to one for long.
@@ -119,9 +124,8 @@ class PlacementSearch:
         self.begin()
         if self.named:
             return
-        for name, placement in on_other_stages(request.problem) if request.method in ("auto", *ENGINES) else ():
-            if (placed := contenders.of(placement)) and not is_small(placed.problem) and not self._is_half_over:
-                self._offer_published(placed, name)
+        if request.starts_from_known:
+            self._offer_on_other_stages(self.clock.until_half())
         uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S and not self.only_own
         with ExitStack() as meanwhile:
             if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not rules_are_compiled():
@@ -256,7 +260,7 @@ class PlacementSearch:
     @property
     def _heuristic(self) -> str:
         """The heuristic that the request names; by default that of the portfolio."""
-        return tuning.HEURISTIC if self.request.method in ("auto", *ENGINES) else self.request.method
+        return tuning.HEURISTIC if self.request.starts_from_known else self.request.method
 
     def _look_at(self, contenders: list[Contender], share: float, first: Portfolio | None = None) -> None:
         """Try the published systems for each contender's stages, then a heuristic for a share of the time in all, then,
@@ -267,19 +271,14 @@ class PlacementSearch:
         """
         order = sorted(contenders, key=lambda contender: contender.incumbents.bound_ms)
         each_s = share * self.clock.seconds / max(1, len(contenders))
-        tries_all = self.request.method in ("auto", *ENGINES)
+        tries_all, clock = self.request.starts_from_known, self.clock.until_half()
         for contender in (self.contenders.unplaced, *order) if tries_all else ():
-            for name in variants(contender.problem) if not self._is_half_over else ():
-                self._offer_published(contender, name)
+            self._offer_published(contender, variants(contender.problem), clock)
         portfolios = [first, *(self._search(contender, self._heuristic, each_s) for contender in order)]
         if tries_all and self.request.time_limit_s >= tuning.RULES_S and rules_are_compiled():
             for portfolio in portfolios:
-                if portfolio and not self._is_half_over:
+                if portfolio and not clock.over:
                     portfolio.heuristics.by_rules()
-
-    @property
-    def _is_half_over(self) -> bool:
-        return self.clock.wall_left_s < self.clock.seconds / 2
 
     def _search(
         self, contender: Contender, method: str, seconds: float, although_proven: bool = False

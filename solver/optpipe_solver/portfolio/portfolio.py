@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe.evaluate.objective import length_ms, shorter
+from optpipe.evaluate.objective import length_ms
 from optpipe.formats.stacks import STACKS
 from optpipe.model.arrays import Ints, Table
 from optpipe.model.ops import Kind
@@ -24,12 +24,12 @@ from optpipe.schedule import Schedule
 from optpipe_solver import engines, methods, tuning
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.clock import UNLIMITED, Clock, counts_work
+from optpipe_solver.clock import Clock, FirstClock, counts_work
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.portfolio.engine_runs import EngineRuns
-from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns, is_small
+from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.schedule_facts import is_listed, is_modelled
-from optpipe_solver.systems import in_best_order, is_system, on_other_stages, shortest_that_fits
+from optpipe_solver.systems import fitting, in_best_order, is_system, on_other_stages
 
 
 def incumbents_of(request: Request, emit: Emit) -> Incumbents:
@@ -144,17 +144,19 @@ class Portfolio:
                 self.emit(Note(text=f"{engine} makes no {never}: some heuristics and published schedules do"))
         return reason is None
 
-    def look_at_other_stages(self, has_begun: bool = False) -> None:
-        """Emit the shortest published schedule that fits on other stages: before the search; of a large problem
-        after it, if time is left."""
-        problem, objective, is_large = self.request.problem, self.request.objective, not is_small(self.request.problem)
-        if is_large != has_begun or self.request.method not in ("auto", *methods.ENGINES):
+    def look_at_other_stages(self) -> None:
+        """Emit the shortest of the published schedules that fit on other stages, as many as a moment allows, and a note
+        where that are not all."""
+        request = self.request
+        if not request.starts_from_known:
             return
-        clock = Clock(tuning.OTHER_STAGES_S, whole=self.clock) if is_large else UNLIMITED
-        names = (name for name, _ in on_other_stages(problem))
-        shortest = shortest_that_fits(problem, names, ("all",), objective, clock, self.request.stack)
-        is_all = not clock.over  # else the one found says nothing of the others
-        if shortest and (is_all or shorter(length_ms(shortest, objective), self.incumbents.best_ms)):
+        clock = FirstClock(request.time_limit_s)
+        names = (name for name, _ in on_other_stages(request.problem))
+        schedules = fitting(names, request.problem, "all", clock, request.stack)
+        shortest = min(schedules, key=lambda each: length_ms(each, request.objective), default=None)
+        if clock.over:
+            self.emit(Note(text="not all published schedules on other stages were tried, for lack of time"))
+        if shortest:
             self.emit(OtherStages(schedule=Programs.from_schedule(shortest)))
 
 

@@ -6,15 +6,15 @@ They do not ask whether memory suffices, nor how long ops take, unless the paper
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice
 from math import ceil
 
 from optpipe.dispatch.descents import entry_orders
 from optpipe.errors import InputError, OptPipeError, ScheduleError, did_you_mean
-from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms, shorter
+from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
 from optpipe.formats.stacks import STACKS
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
@@ -29,13 +29,13 @@ from optpipe_solver.systems.system import PUBLISHED, System, count_chunks, count
 __all__ = [
     "SYSTEMS",
     "System",
+    "fitting",
     "generate",
     "in_best_order",
     "in_entry_orders",
     "is_system",
     "on_other_stages",
     "parse",
-    "shortest_that_fits",
     "variants",
 ]
 
@@ -47,7 +47,7 @@ SYSTEMS: dict[str, System] = {
     if system.build.__module__ == family.__name__
 }
 CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by devices and chunks a device
-    "gis": ("group", lambda p, _: range(ceil(p / 2), p + 1)),
+    "gis": ("group", lambda p, v: range(ceil(p / 2), p + 1) if v > 1 else ()),  # groups change chunks
     "chronos-recomp": ("recomputed", lambda _, v: range(1, v + 1)),
     "chronos-zero2": ("group", lambda p, _: range(2, p + 1)),
     "1f1b-recompute": ("every", lambda p, _: range(1, p + 1)),
@@ -136,26 +136,24 @@ def in_best_order(
     return min(schedules, key=rank)
 
 
-def shortest_that_fits(
-    problem: Problem,
+def fitting(
     methods: Iterable[str],
-    stages: Sequence[Placements],
-    objective: Objective,
+    problem: Problem,
+    placements: Placements = "keep",
     clock: Clock = UNLIMITED,
     stack: StackName = "optpipe",
-) -> Schedule | None:
-    """The shortest of the systems' schedules that fit and that the stack runs, each on the problem's own stages
-    (`keep`), on those that it is for (`all`), or on both; None if none does by the time the clock is over."""
-    shortest: Schedule | None = None
-    for method, placements in product(filter(STACKS[stack].makes, methods), stages):
-        if clock.over:
-            break
+) -> Iterator[Schedule]:
+    """Yield the systems' schedules that run on the stack and fit, in each order in which micro-batches may enter.
+
+    Those that are not for this problem are left out. They are all that there are unless the clock is over by the end.
+    """
+    for method in filter(STACKS[stack].makes, methods):
         with suppress(OptPipeError):  # it is not for this problem, or its schedule cannot run
-            schedule = in_best_order(method, problem, placements, objective)
-            is_shorter = shorter(length_ms(schedule, objective), length_ms(shortest, objective))
-            if is_shorter and not STACKS[stack].first_fault(schedule):
-                shortest = schedule
-    return shortest
+            schedules = in_entry_orders(method, problem, placements)
+            while not clock.over and (schedule := next(schedules, None)):
+                fits = schedule.compiled.certificate.fits  # the rest takes ten times as long
+                if fits and not STACKS[stack].first_fault(schedule):
+                    yield schedule
 
 
 def is_system(method: str) -> bool:
