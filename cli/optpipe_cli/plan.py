@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from cyclopts import Parameter
 
@@ -14,7 +14,7 @@ from optpipe.model.problem import Problem
 from optpipe.options import EffortOptions, Gap, SolveOptions
 from optpipe.results import Result
 from optpipe.schedule import Schedule
-from optpipe.transformer.records import Run, RunOptions
+from optpipe.transformer.records import Precision, Run, RunOptions
 from optpipe_cache import Cache
 from optpipe_cli.model import host_bytes, read_gpu, read_model
 from optpipe_cli.options import Flag, FolderOutput, Json, NoCache, Options
@@ -25,6 +25,7 @@ from optpipe_solver.planner.candidates import Question, Today
 from optpipe_solver.planner.search import Plan, PlanSearch
 
 RUN = RunOptions()
+PRECISIONS = f"One of {', '.join(get_args(Precision))}."
 MARGIN, OFFLOAD, STACK = (Question.model_fields[name].default for name in ("margin", "offload", "stack"))
 
 
@@ -42,7 +43,7 @@ def plan(
     batch: Annotated[int, Parameter(help="Sequences of one step, on all GPUs together.")],
     gpu: Annotated[str, Parameter(help="A preset, or a file with a data sheet's fields.")] = "H100",
     sequence: Annotated[int | None, Parameter(help="Tokens of a sequence. Default: the preset's.")] = None,
-    precision: Annotated[str, Parameter(help="bf16, fp8 or fp32.")] = RUN.precision,
+    precision: Annotated[str, Parameter(help=PRECISIONS)] = RUN.precision,
     attention: Annotated[str, Parameter(help="flash or unfused.")] = RUN.attention,
     offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = OFFLOAD,
     stack: Annotated[str, Parameter(help="The training stack: optpipe, torch or megatron.")] = STACK,
