@@ -14,7 +14,7 @@ from benchmarks.results_file import Results, ResultsPath
 from benchmarks.tables import head, line
 from optpipe.diagnose import collect_runs
 from optpipe.errors import InputError
-from optpipe.measured.estimate import FIELDS, ProblemOptions, estimate
+from optpipe.measured.estimate import ACTIVATION_BYTES, FIELDS, ProblemOptions, estimate
 from optpipe.measured.messages import gaps
 from optpipe.measured.readers import RunFacts
 from optpipe.measured.readers.straggler import StragglerTimeline
@@ -205,8 +205,8 @@ def _bound_ms(ran: Replica, further: int) -> float:
 
 
 def _with_further(problem: Problem, activations: int) -> Problem:
-    """The problem with room for further activations on each device; one counts as 1 byte."""
-    budgets = [device.activation_budget_bytes + activations for device in problem.devices]
+    """The problem with room for further activations on each device."""
+    budgets = [device.activation_budget_bytes + activations * ACTIVATION_BYTES for device in problem.devices]
     return problem.replace(devices=[{"activation_budget_bytes": budget} for budget in budgets])
 
 

@@ -23,6 +23,7 @@ from optpipe.model.records import COMPUTE_MS, EachMs, each_microbatch, one_for_a
 from optpipe.schedule import Schedule, ScheduleFile, certify
 
 NO_TIME = "a step takes 0 ms: the times of its ops are expected"
+ACTIVATION_BYTES = 12  # of an activation of unknown size: up to four chunks divide it
 Figures = Mapping[Kind, EachMs]  # of a stage
 FIELDS = dict(zip((Kind.F, Kind.B, Kind.W), COMPUTE_MS, strict=True))
 
@@ -189,7 +190,7 @@ def _roomy_problem(
     figures: Sequence[Figures], training: TrainingSteps, message: MeasuredTimes | None, options: ProblemOptions
 ) -> Problem:
     """The problem, with more memory than anything needs."""
-    sizes = options.activation_bytes or [1]
+    sizes = options.activation_bytes or [ACTIVATION_BYTES]
     if len(sizes) not in (1, len(figures)):
         raise InputError(f"activation_bytes has {len(sizes)} entries: one, or one for each of {len(figures)} stages")
     if not any(np.any(ms) for by_kind in figures for ms in by_kind.values()):
@@ -198,7 +199,8 @@ def _roomy_problem(
     held = ("activation_bytes", "saved_for_weight_bytes")
     return Problem.from_dict(
         {
-            "name": "" if options.activation_bytes else "1 B is one activation",  # where the bytes are drawn
+            # where the bytes are drawn
+            "name": "" if options.activation_bytes else f"{ACTIVATION_BYTES} B is one activation",
             "microbatches": training.microbatches,
             "p2p_ms": message.ms if message else 0.0,
             "devices": [{"activation_budget_bytes": 2**53}] * training.devices,
@@ -269,7 +271,7 @@ def _unknown(
     """What the measurements lack, and what the problem has instead."""
     sentences = []
     if options.activation_bytes is None:
-        sentences.append("the bytes of activations: each counts as 1 byte; give --activation-bytes")
+        sentences.append(f"the bytes of activations: each counts as {ACTIVATION_BYTES}; give --activation-bytes")
     sentences.append("what stays saved from B until W: the whole activation; edit saved_for_weight_bytes")
     if options.activation_budget_bytes is None:
         budget = "what the measured order holds" if ordered else "no limit"

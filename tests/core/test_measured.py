@@ -14,6 +14,7 @@ from optpipe.measured import estimate
 from optpipe.measured.convert import recording_from
 from optpipe.measured.readers import READERS, RunFacts
 from optpipe.model.ops import Kind
+from optpipe.model.placement import Placement
 
 PUBLISHED = Path(__file__).parents[2] / "examples" / "traces" / "primus-8x16"
 DURATIONS = "stage,op,microbatch,duration_ms\n"
@@ -28,7 +29,15 @@ def test_the_published_trace_replayed_from_its_medians() -> None:
     assert found.replayed_ms == pytest.approx(max(totals), rel=0.02)
     backwards = [70.22, 69.71, 70.99, 68.82, 70.02, 70.18, 69.23, 75.18]  # as published
     assert [times[Kind.BW].ms for times in found.stages] == pytest.approx(backwards, rel=0.003)
-    assert [device.activation_budget_bytes for device in found.problem.devices] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert [device.activation_budget_bytes for device in found.problem.devices] == [12 * n for n in range(8, 0, -1)]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_chunks_of_a_measured_stage_hold_its_activation_together(chunks: int) -> None:
+    """Of an activation of one byte each chunk held all, so interleaved 1F1B needed twice what `diagnose` says."""
+    problem = problem_from("primus", PUBLISHED).problem
+    chunked = Placement(chunks=chunks).apply(problem)
+    assert {chunks * stage.activation_bytes for stage in chunked.stages} == {problem.stages[0].activation_bytes}
 
 
 def test_a_search_goes_on_from_what_was_measured() -> None:
@@ -69,7 +78,7 @@ def test_megatrons_timers(tmp_path: Path) -> None:
     one = problem_from("megatron-timers", log, microbatches=4, devices=2, step=1).problem
     assert [stage.forward_ms for stage in one.stages] == [21.0, 30.0]
     assert found.schedule is None
-    assert [device.activation_budget_bytes for device in found.problem.devices] == [4, 4]
+    assert [device.activation_budget_bytes for device in found.problem.devices] == [48, 48]
     said = " ".join(found.unknown)
     assert "the activation budget: no limit" in said
     assert "the time of messages: 0" in said
