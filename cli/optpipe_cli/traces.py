@@ -129,6 +129,8 @@ def diagnose(
     best = diagnosis.cures.cures[0] if diagnosis.cures.cures else None
     if best and best.file and not output:
         echo(f"--output FOLDER writes {best.file[0]}")
+    if output and not files_of_cures:
+        echo(f"written: nothing to {output}, as no cure needs a file")
     for path in (*files_of_cures, *([html] if html else [])):
         echo(f"written: {path}")
 
@@ -158,8 +160,10 @@ def report(diagnosis: Diagnosis) -> None:
             held = f"{max(cure.activations):g} (today {max(cures.held):g})"
             table.add_row(cure.title, f"{cure.ms.mean():.5g}", f"{cure.gain:.1%}", f"{cure.most:.1%}", held)
         print_table(table)
-        for line in cures.cures[0].lines:
-            echo(f"  {line}")
+        for cure in cures.cures:
+            echo(f"to {cure.title}:")
+            for line in cure.lines:
+                echo(f"  {line}")
     else:
         echo("no cure gains 1% within what is known")
     sentences_of = {"would help": cures.asked, "taken to be so": diagnosis.assumed, "not used": runs.unused}

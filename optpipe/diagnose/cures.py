@@ -198,8 +198,8 @@ class _Search(NamedTuple):
         if self.facts.memory is None:
             held = max(_activations(self.today[-1].slowest))
             asked.append(
-                f"--memory N: how many activations of a stage a device may hold; the fullest held {held:g}, and our "
-                "schedules hold no more on any device"
+                f"--memory N: how many activations of a stage a device may hold; the fullest held {held:g}, and a "
+                "schedule of OptPipe holds no more on any device"
             )
         if self.facts.weight_share is None and not (self.runs.kind == int(Kind.W)).any():
             asked.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from shlex import quote
 
 from optpipe.diagnose.batches import Change
 from optpipe.diagnose.losses import Losses
@@ -104,7 +105,7 @@ def _inner(counts: Sequence[int]) -> tuple[int, ...]:
 
 def _layers(counts: Sequence[int], stack: StackName) -> list[str]:
     if stack in ("megatron", "primus"):
-        return [f"--pipeline-model-parallel-layout {megatron.layout_of_counts(counts)}"]
+        return [f"--pipeline-model-parallel-layout {quote(megatron.layout_of_counts(counts))}"]
     if stack == "torch":
         parts = " ".join(",".join(names) for names in parts_of(TORCHTITAN, _inner(counts)))
         return [f"--parallelism.module_fqns_per_model_part {parts}"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise, takewhile, zip_longest
+from shlex import quote
 
 from optpipe.errors import InputError
 from optpipe.formats.order import hint, require_one_route, require_runnable
@@ -22,7 +23,7 @@ Order = Sequence[Sequence[Op]]  # by rank
 
 
 def write(schedule: Schedule) -> str:
-    """The arguments, one a line.
+    """The arguments, one a line, as a shell reads them.
 
     Raises InputError if Megatron has no such order; the sentence names the first op that differs. Raises ScheduleError
     if the schedule cannot run.
@@ -33,7 +34,7 @@ def write(schedule: Schedule) -> str:
     group = require_order(schedule)
     arguments = [f"--pipeline-model-parallel-size {len(problem.devices)}"]
     if problem.layers is not None:
-        arguments.append(f"--pipeline-model-parallel-layout {layout(problem)}")
+        arguments.append(f"--pipeline-model-parallel-layout {quote(layout(problem))}")
     elif chunks > 1:
         arguments.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
     if chunks > 1:

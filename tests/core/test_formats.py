@@ -271,7 +271,7 @@ def test_the_layout_names_the_layers_of_each_stage(chunks: int, cuts: tuple[int,
     row = problems.pipeline(2, 4, 10**9, problems.stage(), layers=[EMBEDDING, *[LAYER] * 4, HEAD])
     problem = Placement(chunks=chunks, layers=cuts).apply(row)
     found = export_schedule(generate("interleaved" if chunks > 1 else "1f1b", problem), "megatron").splitlines()
-    assert found[1] == f"--pipeline-model-parallel-layout {layout}"
+    assert found[1] == f"--pipeline-model-parallel-layout '{layout}'", "a shell takes | for a pipe"
     assert not any("num-virtual-stages" in line for line in found)
 
 

@@ -230,6 +230,17 @@ def test_the_command_reports_writes_and_says_the_same_as_json(run: Run, tmp_path
     assert content["causes"][0] in out
     for path in (tmp_path / "cures").iterdir():
         assert "0F0" in path.read_text()
+    assert len(content["cures"]) > 1
+    for cure in content["cures"]:
+        assert "\n".join((f"to {cure['what']}:", *(f"  {line}" for line in cure["lines"]))) in out
+
+
+def test_a_folder_without_files_is_said(run: Run, tmp_path: Path) -> None:
+    """Megatron makes interleaved 1F1B itself, so its cures are flags."""
+    words = ("diagnose", written(tmp_path)["csv"], "--layers", "10,10", "--time-limit", "0", "--stack", "megatron")
+    code, out, _ = run(*words, "-o", tmp_path / "cures")
+    assert code == 0
+    assert out.endswith(f"written: nothing to {tmp_path / 'cures'}, as no cure needs a file\n")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 from optpipe.formats import modules
 from optpipe.formats.megatron import write as megatron_arguments
 from optpipe.formats.torch_csv import schedule_placing
@@ -103,8 +101,7 @@ def megatron(candidate: Candidate) -> list[str]:
     parallelism, run = estimate.parallelism, estimate.run
     flags = _numbers(estimate, MEGATRON)
     if parallelism.pp > 1 and candidate.schedule:
-        arguments = (line.split(" ") for line in megatron_arguments(candidate.schedule).splitlines())
-        flags += [f"{name} {shlex.quote(value)}" for name, value in arguments]
+        flags += megatron_arguments(candidate.schedule).splitlines()
     flags += [f"--expert-tensor-parallel-size {parallelism.etp}"] if parallelism.etp else []
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
     flags += ["--use-distributed-optimizer"] if parallelism.zero else []
