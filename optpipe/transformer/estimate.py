@@ -58,7 +58,7 @@ class Estimate:
         """Tokens of a sequence. Raises InputError if neither the run nor the shape has it."""
         sequence = self.run.sequence or self.shape.sequence
         if sequence is None:
-            raise InputError("sequence is missing: how many tokens a training sequence has")
+            raise InputError("sequence is missing: the model has none; give its tokens, such as --sequence 4096")
         return sequence
 
     @cached_property

@@ -59,7 +59,7 @@ def test_it_takes_files_of_models_and_gpus(run: Run, tmp_path: Path):
     assert preset == own
     assert preset["stages"] == hf["stages"]
     _, _, error = run("model", str(config), "--pp", "4")
-    assert error == "error: sequence is missing: how many tokens a training sequence has\n"
+    assert error == "error: sequence is missing: the model has none; give its tokens, such as --sequence 4096\n"
 
 
 def test_what_does_not_fit_is_shown_by_device_before_the_error(run: Run):

@@ -25,7 +25,7 @@ from optpipe_solver.portfolio.placement_search import PlacementSearch
 from optpipe_solver.portfolio.portfolio import Portfolio
 
 SMALLER = (2, 4, 8)  # by so much micro-batches may be
-ALL = "all placements"
+ALL = "placements = all"
 
 
 def offer_remedies(request: Request, emit: Emit, clock: Clock) -> None:
