@@ -82,13 +82,14 @@ def _question(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"{assumed(estimate)}; gradients are reduced behind the schedule; ZeRO 1 unless another is named"
-        + ("; nothing is measured" if question.gpu.covariance is None else "")
+        + ("; nothing is measured on your GPUs" if question.gpu.covariance is None else "")
     )
 
 
 def _today(plan: Plan, today: Running) -> Iterator[str]:
     """What runs today, and what a better schedule on the same division and what the plan gain."""
-    verdict = "fits" if today.fits else "runs out of memory"
+    more = _more_than(today.has_bytes, today.candidate, today.schedule)
+    verdict = f"fits{more}" if today.fits else "runs out of memory"
     yield f"today {today.candidate}, {_layers(today.candidate)}"
     yield f"      not named, so what the stack does by default: {', '.join(today.assumed) or 'nothing'}"
     if today.schedule.method.endswith(WHOLE):
@@ -149,8 +150,14 @@ def _memory(question: Question, best: Candidate) -> Iterator[str]:
         f"{1 - less:.0%} below to {more - 1:.0%} above such sums"
     )
     safe = 1 - (reserved + (has - reserved) / more) / has
-    doubt = f", but not with {more - 1:.0%} more: --margin {ceil(100 * safe) / 100:g} plans for that"
-    yield f"fits  yes{doubt if most > has else ''}"
+    doubt = _more_than(has, best, schedule)
+    yield f"fits  yes{doubt}{f': --margin {ceil(100 * safe) / 100:g} plans for that' if doubt else ''}"
+
+
+def _more_than(has: int, candidate: Candidate, schedule: Schedule) -> str:
+    """What does not fit where the fullest GPU holds as much more as was ever measured; nothing if that fits, too."""
+    most = max(most for _, most in candidate.peak_ranges(schedule))
+    return f", but not with {MEASURED_PEAKS[1] - 1:.0%} more" if most > has else ""
 
 
 def _other_divisions(plan: Plan) -> Iterator[str]:

@@ -144,7 +144,8 @@ def estimate(recording: Recording, options: ProblemOptions) -> Measurements:
     problem, exceeded = _with_budgets(ample, schedule, options.activation_budget_bytes)
     unused += [*training.unused, *_unused_times(times, training, options, is_one_step), *reasons, *exceeded]
     unknown = ["times of a device: these are the host's"] if recording.on_host else []
-    unknown += _unknown(times, message, schedule is not None, len(problem.devices), options)
+    held = max(device.activation_budget_bytes for device in problem.devices) if schedule else None
+    unknown += _unknown(times, message, held, len(problem.devices), options)
     ran = schedule and schedule.on(problem)
     return Measurements(problem, times, message, tuple(unknown), tuple(unused), ran, measured_ms)
 
@@ -264,18 +265,22 @@ def _unused_times(
 def _unknown(
     times: Sequence[Mapping[Kind, MeasuredTimes]],
     message: MeasuredTimes | None,
-    ordered: bool,
+    held: int | None,
     devices: int,
     options: ProblemOptions,
 ) -> list[str]:
-    """What the measurements lack, and what the problem has instead."""
+    """What the measurements lack, and what the problem has instead. `held` is what the fullest device held."""
     sentences = []
     if options.activation_bytes is None:
         sentences.append(f"the bytes of activations: each counts as {ACTIVATION_BYTES}; give --activation-bytes")
     sentences.append("what stays saved from B until W: the whole activation; edit saved_for_weight_bytes")
     if options.activation_budget_bytes is None:
-        budget = "what the measured order holds" if ordered else "no limit"
-        sentences.append(f"the activation budget: {budget}; give --activation-budget-bytes")
+        give = "give --activation-budget-bytes"
+        sentences.append(
+            f"the activation budget: no limit; {give}"
+            if held is None
+            else f"the activation budget: what each device held; {give}, {held} for what the fullest held, as diagnose"
+        )
     if options.weight_share is None and any(Kind.W not in each for each in times):
         sentences.append(
             "how a backward divides into B and W: all of it is B, so a split gains nothing; give --weight-share"

@@ -143,7 +143,7 @@ def test_it_says_what_to_run_and_writes_it(run: Run, tmp_path: Path, model):
     _, out, _ = run("plan", *model, "--gap", "1", "--stack", "torch", "--explain", "-o", str(folder))
     assert "assumed: matmuls reach 70% of 312 TFLOP/s" in out
     assert "predicted MFU" in out
-    assert "nothing is measured" in out
+    assert "nothing is measured on your GPUs" in out
     # Nothing is said of how equal both are, as it has a bound only.
     assert "the runner-up has no schedule yet; its bound allows up to" in out
     assert "to decide measure" not in out
@@ -164,8 +164,11 @@ def test_it_says_what_is_gained_over_what_runs_today(run: Run, model):
     assert answer["best"]["iteration_ms"] <= today["iteration_ms"]
     _, out, _ = run("plan", *words[:-1])
     needs = f"      1f1b: {today['iteration_ms'] / 1000:.4g} s, {today['used_bytes'] / 1e9:.2f} GB of "
-    assert re.search(rf"^{re.escape(needs)}[\d.]+ GB: fits$", out, re.MULTILINE)
+    assert re.search(rf"^{re.escape(needs)}[\d.]+ GB: fits, but not with 13% more$", out, re.MULTILINE)
     assert "      by the plan: " in out
+    sheet = Path(model[2])
+    sheet.write_text(json.dumps(json.loads(sheet.read_text()) | {"memory_bytes": 2 * today["used_bytes"]}))
+    assert " GB: fits\n" in run("plan", *words[:-1])[1]
 
 
 def test_a_run_that_is_out_of_memory_is_planned_anew(run: Run, model):

@@ -12,9 +12,11 @@ from optpipe import InputError, Schedule, certify, problem_from, solve
 from optpipe.diagnose import diagnose
 from optpipe.measured import estimate
 from optpipe.measured.convert import recording_from
+from optpipe.measured.estimate import ACTIVATION_BYTES
 from optpipe.measured.readers import READERS, RunFacts
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
+from optpipe_solver.systems import generate
 
 PUBLISHED = Path(__file__).parents[2] / "examples" / "traces" / "primus-8x16"
 DURATIONS = "stage,op,microbatch,duration_ms\n"
@@ -38,6 +40,19 @@ def test_chunks_of_a_measured_stage_hold_its_activation_together(chunks: int) ->
     problem = problem_from("primus", PUBLISHED).problem
     chunked = Placement(chunks=chunks).apply(problem)
     assert {chunks * stage.activation_bytes for stage in chunked.stages} == {problem.stages[0].activation_bytes}
+
+
+def test_a_problem_and_a_diagnosis_of_one_trace_agree_on_activations() -> None:
+    """What the fullest device held, and what interleaved 1F1B holds."""
+    found = problem_from("primus", PUBLISHED)
+    assert any("96 for what the fullest held" in sentence for sentence in found.unknown)
+    cures = diagnose(*recording_from([PUBLISHED]), time_limit_s=0.0).cures
+    assert max(cures.held) * ACTIVATION_BYTES == 96
+    (cure,) = (cure for cure in cures.cures if "interleaved" in cure.title)
+    schedule = generate("interleaved", Placement(chunks=2).apply(found.problem))
+    assert [peak.bytes / ACTIVATION_BYTES for peak in certify(schedule.problem, schedule).device] == list(
+        cure.activations
+    )
 
 
 def test_a_search_goes_on_from_what_was_measured() -> None:
