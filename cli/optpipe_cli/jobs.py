@@ -140,7 +140,7 @@ def _row(job: Mapping[str, Any]) -> dict[str, Any]:
         "name": job["problem_name"],
         "state": job["state"],
         "ms": job["value_ms"],
-        "gap": job["gap"],
+        "gap": None if job["gap"] is None else f"{job['gap']:.1%}",
         "method": job["options"]["method"],
         "submitted": job["created_at"][:19],
         "why": job["reason"],

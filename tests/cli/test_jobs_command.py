@@ -42,6 +42,8 @@ def test_a_service_solves_and_the_answer_is_that_of_a_search_here(run: Run, serv
     file = ScheduleFile.load("s.json")
     assert (file.status, file.makespan_ms) == ("optimal", gpipe(PROBLEM).makespan_ms)
     assert check(PROBLEM, file.schedule()) == []
+    (job,) = json.loads(run("jobs", "list", "--url", service[0], "--json").out)
+    assert "gap: 0.0%\n" in run("jobs", "show", job["id"], "--url", service[0]).out, "as a search here says it"
     code, out, _ = run("solve", "p.json", "--url", service[0], "--method", "later", "--json", "--warm-start", "s.json")
     figures = json.loads(out)
     assert (code, figures["status"], figures["makespan_ms"]) == (0, "feasible", gpipe(PROBLEM).makespan_ms)
