@@ -15,6 +15,7 @@ from optpipe.schedule import Found, Schedule, Status
 
 HOLDS_FOR = {"keep": "the stages as given", "all": "all stages that were searched"}
 NOTHING_YET = "no schedule was found before the search ended"
+GONE = "its training is gone"  # why a service cancels a job whose lease is over
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from support.fakes import service as fake
 from support.fakes.service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
 from support.problems.chain import chain, gpipe, one_by_one
@@ -22,6 +21,8 @@ from support.service import client_at, running, settings_in, use_fake_solver
 from support.service.following import news, set_waits, warnings
 
 from optpipe.model.problem import Problem
+from optpipe.options import StackName
+from optpipe.results import GONE
 from optpipe.schedule import Schedule, check
 from optpipe_runtime.service import client as client_module
 from optpipe_runtime.service import job as job_module
@@ -199,6 +200,20 @@ FOUND = {
 HEARD = fake.as_json({})
 
 
+@pytest.mark.parametrize(("stack", "offers"), [("torch", True), ("megatron", False)])
+def test_what_a_service_offers_is_checked_for_the_stack(
+    stack: StackName, offers: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what the stack holds: offers are on its problem."""
+    set_waits(monkeypatch)
+    with fake_service(by_path(FOUND)) as (url, _), ScheduleClient(url, chain(), stack=stack) as client:
+        until(lambda: client.ended)
+        offer = client.poll()
+    assert (offer.schedule.problem.stack if offer else None) == ("torch" if offers else None)
+    assert [line for line in warnings(caplog) if "where Megatron's 1F1B has" in line] == warnings(caplog)
+    assert bool(warnings(caplog)) != offers
+
+
 def told(asked: list[Asked]) -> list[tuple[str, Any]]:
     return [(request.path, request.json()) for request in asked if request.method == "PUT"]
 
@@ -323,28 +338,43 @@ def test_a_job_ends_with_its_killed_training(settings: Settings) -> None:
             training.kill()
         until(lambda: [job["id"] for job in jobs_at(url) if job["state"] != "cancelled"] == [other])
         ended = [job for job in jobs_at(url) if job["id"] != other]
-        assert {job["reason"] for job in ended} == {"its training is gone"}
+        assert {job["reason"] for job in ended} == {GONE}
         assert all(job["value_ms"] for job in ended)
 
 
-@pytest.mark.parametrize(("lease_s", "submissions"), [(0.01, 2), (60.0, 1)])
+def test_a_living_training_whose_job_was_taken_for_gone_gets_another_one(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short ago it renewed the lease, as where the clock of the service has jumped."""
+    set_waits(monkeypatch)
+    with running(settings) as (url, server), ScheduleClient(url, chain(), method="hang"):
+        until(lambda: [job["state"] for job in jobs_at(url)] == ["running"])
+        with server.service.database.write() as db:
+            db.execute(update(tables.leases).values(renewed_at="2026-01-01T00:00:00.000+00:00"))
+            server.service._leases_since = ""
+        until(lambda: [job["state"] for job in jobs_at(url)] == ["running", "cancelled"])
+
+
+def test_a_renewal_without_an_answer_is_sent_again_before_the_lease_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "LEASE_S", 0.4)
+    set_waits(monkeypatch)
+    table = {"/jobs": fake.job(), "/lease": fake.silent, **RUNS}
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()):
+        until(lambda: paths(asked).count("/v1/jobs/a1/lease") > 1)
+
+
+@pytest.mark.parametrize(("reason", "submissions"), [(GONE, 2), ("whoever", 1)])
 def test_who_could_not_renew_a_lease_submits_another_job(
-    lease_s: float, submissions: int, monkeypatch: pytest.MonkeyPatch
+    reason: str, submissions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that somebody has cancelled meanwhile stays so."""
-    monkeypatch.setattr(client_module, "LEASE_S", lease_s)
     set_waits(monkeypatch)
-
-    def late(asked: Asked) -> Answer:
-        time.sleep(0.02)
-        return fake.events(fake.end("cancelled", "whoever"))
-
     table = {
         "/jobs": one_after_the_other(fake.job("a1"), fake.job("a2")),
-        "a1/events": late,
+        "a1/events": fake.events(fake.end("cancelled", reason)),
         "a2/events": fake.events(fake.end()),
     }
     with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain()) as client:
         until(lambda: client.ended)
     posted = [request.json() for request in asked if request.path == "/v1/jobs"]
-    assert [body["lease_s"] for body in posted] == [lease_s] * submissions
+    assert [body["lease_s"] for body in posted] == [client_module.LEASE_S] * submissions

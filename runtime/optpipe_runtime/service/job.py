@@ -7,7 +7,6 @@ import asyncio
 import json
 import logging
 import random
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Annotated, Any, TypeVar
@@ -18,10 +17,12 @@ from pydantic import AfterValidator, BaseModel, FailFast, Field, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_never, wait_exponential
 
 from optpipe.errors import InputError, input_error
+from optpipe.formats.stacks import STACKS
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.options import Placements, SolveOptions
-from optpipe.schedule import Schedule, ScheduleFile, check
+from optpipe.results import GONE
+from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.text import printable
 from optpipe_runtime.service import requests
 from optpipe_runtime.service.requests import RefusedError, ServiceError, UnavailableError, request
@@ -42,8 +43,7 @@ class ServiceJob:
     def __init__(
         self, http: AsyncClient, problem: Problem, options: SolveOptions, lease_s: float | None = None
     ) -> None:
-        self._lease_s, self._renewed = lease_s, 0.0  # its last renewal, by time.monotonic
-        self._http, self._options, self._placements = http, options, options.placements_of(problem)
+        self._http, self._options, self._lease_s = http, options, lease_s
         self.id: str | None = None
         self.end = JobState(state="queued")  # how it has ended, after all of `schedules`
         self._seen, self._problem_version = 0, 1  # of its last incumbent, and of its problem
@@ -51,7 +51,7 @@ class ServiceJob:
 
     def change(self, problem: Problem) -> None:
         """Changes the problem, from the next `pose` on."""
-        self._problem, self._longest = problem, longest_answer(problem, self._placements)
+        self._problem, self._longest = problem, longest_answer(problem, self._options.placements_of(problem))
         self._posed = False  # whether the job has it
         self._submission: tuple[str, bytes] | None = None  # key and body, until it is answered
 
@@ -96,7 +96,7 @@ class ServiceJob:
     async def _submit(self, key: str, body: bytes) -> None:
         """Until there is an answer the request keeps its idempotency key: the service makes one job of it."""
         self._answered(await self._request("POST", "/v1/jobs", body, {"Idempotency-Key": key}))
-        self._seen, self._submission, self._renewed = 0, None, time.monotonic()
+        self._seen, self._submission = 0, None
 
     def _answered(self, answer: bytes) -> None:
         job = parse(JobAnswer, answer)
@@ -132,9 +132,9 @@ class ServiceJob:
             raise UnavailableError("it does not know the job any more") from None
         if self.end.state in ("queued", "running"):
             raise UnavailableError("it said that the job was over")
-        if self._lease_s and self.end.state == "cancelled" and time.monotonic() > self._renewed + self._lease_s:
-            self.id = None  # nobody else has cancelled it
-            raise UnavailableError("it could not be reached for as long as the job's lease")
+        if (self.end.state, self.end.reason) == ("cancelled", GONE):  # it could not be reached, or its clock has jumped
+            self.id = None
+            raise UnavailableError(f"it has cancelled the job: {GONE}")
 
     async def _fetched(self, path: str, found: IncumbentEvent) -> Schedule | None:
         """None for one that was fetched before, or is for earlier costs."""
@@ -146,16 +146,16 @@ class ServiceJob:
         except UnavailableError:
             self._seen = before  # it is fetched again
             raise
-        return verified(answer, self._problem, self._placements)
+        return verified(answer, self._problem, self._options)
 
     async def renew(self) -> None:
         """Renews the job's lease again and again, until this is cancelled."""
         while self._lease_s:
             await asyncio.sleep(self._lease_s / 4)
-            with suppress(ServiceError):
-                if self.id is not None:
-                    await request(self._http, "PUT", f"/v1/jobs/{self.id}/lease")
-                    self._renewed = time.monotonic()
+            with suppress(ServiceError, TimeoutError):
+                async with asyncio.timeout(self._lease_s / 4):  # else one without an answer would take all of the lease
+                    if self.id is not None:
+                        await request(self._http, "PUT", f"/v1/jobs/{self.id}/lease")
 
     async def cancel(self) -> None:
         """Ends the search. A submission without an answer is sent again: the service may have the job."""
@@ -239,20 +239,22 @@ def parse(model: type[Model], text: str | bytes) -> Model:
         raise requests.InvalidAnswerError(str(input_error(error, "its answer"))) from None
 
 
-def verified(text: bytes, problem: Problem, placements: Placements) -> Schedule:
-    """An incumbent's schedule, checked on the client's problem. Raises `InvalidAnswerError` if it is invalid."""
-    found = parse(IncumbentAnswer, text).schedule
-    if found.placement and placements == "keep":
+def verified(text: bytes, problem: Problem, options: SolveOptions) -> Schedule:
+    """An incumbent's schedule, checked on the client's problem as the stack runs it. Raises `InvalidAnswerError` if it
+    is invalid."""
+    found, stack = parse(IncumbentAnswer, text).schedule, STACKS[options.stack]
+    if found.placement and options.placements_of(problem) == "keep":
         raise requests.InvalidAnswerError("a schedule for other stages than the problem's")
     try:
-        placed = found.placement.apply(problem) if found.placement else problem
+        posed = stack.restrict(problem)
+        placed = found.placement.apply(posed) if found.placement else posed
         programs = (device.program for device in found.devices)
         schedule = Schedule.parse(placed, programs, found.links, found.method, found.placement)
-        wrong = check(placed, schedule)
+        wrong = stack.first_fault(schedule)
     except InputError as error:
-        wrong = [str(error)]
+        wrong = str(error)
     if wrong:
-        raise requests.InvalidAnswerError(f"an invalid schedule: {wrong[0]}")
+        raise requests.InvalidAnswerError(f"an invalid schedule: {wrong}")
     return schedule
 
 

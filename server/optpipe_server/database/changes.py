@@ -20,7 +20,7 @@ from optpipe_server.database.tables import Level, Source, State, bounds, incumbe
 
 _NEW_LINE = insert(log).inline()  # does not return the number
 LONGEST_TEXT = 2000  # characters of a reason or a line of the log; some are what a solver wrote before it crashed
-CANCELLED, GONE = "the job was cancelled", "its training is gone"
+CANCELLED = "the job was cancelled"
 CANCELLED_DETAIL = "The job is cancelled; submit the problem as another job."
 NO_JOB = "There is no such job."
 NO_INCUMBENT = "The job has no such incumbent."

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert,
 
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
-from optpipe.results import Result
+from optpipe.results import GONE, Result
 from optpipe_cache import Retention
 from optpipe_server.database import changes, tables
 from optpipe_server.database.changes import (
@@ -263,7 +263,7 @@ class Jobs:
     def renew(self, job_id: str) -> None:
         """Renew the job's lease, if it has one."""
         with self._database.write() as db:
-            db.execute(update(tables.leases).where(tables.leases.c.job == job_id).values(renewed_at=now()))
+            _renew(db, job_id)
 
     def cancel_gone(self, since: str) -> None:
         """Cancel the open jobs whose lease is over. Renewals could be read only `since` then."""
@@ -274,7 +274,7 @@ class Jobs:
             until = datetime.fromisoformat(max(renewed_at, since)) + timedelta(seconds=lease_s)
             if until < datetime.now(UTC):
                 with suppress(MissingError):  # it was purged meanwhile
-                    self.cancel(job_id, changes.GONE)
+                    self.cancel(job_id, GONE)
 
     def extend(self, job_id: str, time_limit_s: float, if_version: int) -> None:
         """Give an open job more time. Raises `StaleError` if the job's version is not `if_version`, `ConflictError` if
@@ -320,6 +320,7 @@ class Jobs:
             version, at = job.problem_version + 1, now()
             row = {"job": job_id, "version": version, "problem": problem_text, "sha256": problem.sha256}
             db.execute(insert(problems), row)
+            _renew(db, job_id)
             update_job(
                 db,
                 job,
@@ -363,6 +364,10 @@ class Jobs:
         """Delete the job and all that belongs to it. A worker that has it ends its search."""
         with self._database.write() as db:
             db.execute(delete(jobs).where(jobs.c.id == locked(db, job_id).id))
+
+
+def _renew(db: Connection, job_id: str) -> None:
+    db.execute(update(tables.leases).where(tables.leases.c.job == job_id).values(renewed_at=now()))
 
 
 def options_of(job: Row[Any]) -> SolveOptions:

@@ -107,6 +107,17 @@ def test_only_jobs_whose_lease_is_over_end_and_with_their_reason(jobs: Jobs, dat
         assert renewed not in set(db.execute(select(tables.leases.c.job)).scalars())
 
 
+def test_a_problem_that_is_posed_to_a_job_renews_its_lease(jobs: Jobs, database: Database) -> None:
+    """Also to one that was over for longer, whose client renewed nothing meanwhile."""
+    job_id, _ = jobs.add(NewJob(PROBLEM, lease_s=60), start(), most_open=9)
+    Searches(database, "w").finish(Searches(database, "w").begin(job_id), "done", Result("unknown"), 1.0)
+    with database.write() as db:
+        db.execute(update(tables.leases).values(renewed_at="2026-01-01T00:00:00.000+00:00"))
+    jobs.change_problem(job_id, PROBLEM, start(), seen=jobs.job(job_id).last_seq, most_open=9)
+    jobs.cancel_gone("")
+    assert jobs.job(job_id).state == "queued"
+
+
 def ended(database: Database) -> str:
     job_id, searches = submit(database), Searches(database, "w")
     claim = searches.begin(job_id)
