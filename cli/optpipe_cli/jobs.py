@@ -39,7 +39,7 @@ class ServiceSearch:
 
     def __init__(self, url: str, problem: Problem, options: SolveOptions, start: Schedule | None) -> None:
         self._url, self._problem, self._options, self._start = url, problem, options.for_problem(problem), start
-        self._found, self._job = Keeper(problem, self._options), ""
+        self._found, self._job, self._is_cancelled = Keeper(problem, self._options), "", False
 
     @property
     def best(self) -> Result:
@@ -52,6 +52,7 @@ class ServiceSearch:
 
     def cancel(self) -> None:
         """End the search; its result is the best so far."""
+        self._is_cancelled = True
         if self._job:
             cancel(self._job, url=self._url)
 
@@ -70,6 +71,8 @@ class ServiceSearch:
                 if await job.pose(self.best.schedule or self._start):
                     self._job = str(job.id)
                     echo(f"job {job.id}", err=True)
+                    if self._is_cancelled:  # before there was an answer
+                        await job.cancel()
                 async with aclosing(job.schedules()) as schedules:
                     async for _, schedule in schedules:
                         attempt.retry_state.attempt_number = 0

@@ -74,6 +74,18 @@ def test_a_search_outlives_outages_as_long_as_it_comes_on(
     assert [request.path for request in asked].count("/v1/jobs") == 1
 
 
+def test_a_search_that_is_cancelled_before_the_service_answers_leaves_no_job() -> None:
+    def late(_: Asked) -> Answer:
+        search.cancel()
+        return fake.job()
+
+    table = {"/jobs": late, "/cancel": fake.as_json({}, 202), "/events": fake.events(fake.end("cancelled"))}
+    with fake.fake_service(fake.by_path(table)) as (url, asked):
+        search = ServiceSearch(url, PROBLEM, SolveOptions(), None)
+        (result,) = search
+    assert (result.schedule, "/v1/jobs/a1/cancel" in [request.path for request in asked]) == (None, True)
+
+
 def test_a_bound_above_its_schedule_is_refused() -> None:
     found, ends = gpipe(PROBLEM), {"state": "done", "lower_bound_ms": gpipe(PROBLEM).makespan_ms + 1}
     table = {"/jobs": fake.job(), "/events": fake.events(fake.one(), fake.sent("end", ends))}
