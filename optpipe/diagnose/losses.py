@@ -47,7 +47,7 @@ class FarOp(NamedTuple):
     step: int
     ms: float
     usual_ms: float
-    lost_ms: float  # how much shorter its replica's step would have been
+    lost_ms: float  # how much shorter its step would have been
 
 
 class SlowDevice(NamedTuple):
@@ -125,8 +125,7 @@ class Losses:
 
 def explain(runs: Runs) -> Losses:
     """Replay each step, then without one cause after the other."""
-    lasts = runs.replay()[0]
-    replayed, usual = runs.longest(lasts), replace(runs, ms=usual_times(runs))
+    replayed, usual = runs.longest(runs.replay()[0]), replace(runs, ms=usual_times(runs))
     measured = runs.longest(np.nan_to_num(runs.measured_ms, nan=-np.inf))
     measured = np.where(np.isfinite(measured), measured, replayed)
     slow, left = find_slow_devices(usual)
@@ -150,7 +149,7 @@ def explain(runs: Runs) -> Losses:
     times /= max(times.mean(), NOTHING)
     longest = [(s, float(times[s])) for s in np.argsort(-times, kind="stable").tolist()]
     uneven = tuple((s, factor) for s, factor in longest if factor > 1 + UNEVEN)
-    far = _far_ops(runs, usual.ms, lasts)
+    far = _far_ops(runs, usual.ms, replayed)
     return Losses(runs.steps, measured, replayed, parts, far, tuple(slow), uneven, usual, healthy)
 
 
@@ -170,8 +169,8 @@ def usual_times(runs: Runs) -> Floats:
     return np.where(far, runs.ms * np.exp(-excess), runs.ms)
 
 
-def _far_ops(runs: Runs, usual_ms: Floats, lasts_ms: Floats) -> tuple[FarOp, ...]:
-    """The far ops that took most beyond their usual time, each with what it cost its replica's step."""
+def _far_ops(runs: Runs, usual_ms: Floats, replayed_ms: Floats) -> tuple[FarOp, ...]:
+    """The far ops that took most beyond their usual time, each with what it cost its step."""
     far = []
     for n in np.argsort(usual_ms - runs.ms, kind="stable")[:MOST_FAR].tolist():
         if usual_ms[n] < runs.ms[n]:
@@ -179,7 +178,8 @@ def _far_ops(runs: Runs, usual_ms: Floats, lasts_ms: Floats) -> tuple[FarOp, ...
             ms[n] = usual_ms[n]
             op = Op(Kind(int(runs.kind[n])), int(runs.stage[n]), int(runs.microbatch[n]))
             at = int(runs.replica[run]), int(runs.step[run]), float(runs.ms[n]), float(ms[n])
-            far.append(FarOp(op, *at, float(lasts_ms[run] - runs.replay(ms)[0][run])))
+            lost_ms = (replayed_ms - runs.longest(runs.replay(ms)[0])).max()  # no other step differs
+            far.append(FarOp(op, *at, float(lost_ms)))
     return tuple(sorted(far, key=lambda each: -each.lost_ms))
 
 
