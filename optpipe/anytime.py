@@ -194,14 +194,17 @@ class SearchCache:
         self._kept: tuple[Schedule | None, float | None] = None, None
         self.note: str | None = None
 
-    def hit(self, problem: Problem, objective: Objective) -> Hit | None:
+    def hit(self, problem: Problem, options: SolveOptions) -> Hit | None:
+        """What the stack can run."""
         try:
-            hit = self._cache.lookup(problem, objective) if self._cache else None
+            hit = self._cache.lookup(problem, options.objective) if self._cache else None
         except OptPipeError as error:
             self.note = str(error)
             return None
+        if hit and STACKS[options.stack].complaint(hit.schedule):
+            return None
         if hit and hit.source != "cache":
-            ms = length_ms(hit.schedule, objective)
+            ms = length_ms(hit.schedule, options.objective)
             self.note = f"the search began with a schedule of {ms:.6g} ms from the {hit.source}"
         return hit
 
@@ -339,8 +342,8 @@ def search(
         )
     problem, options = restricted(problem, options), options.for_problem(problem)
     used, keeper = SearchCache(cache), Keeper(problem, options)
-    hit = used.hit(problem, options.objective) if options.starts_from_known else None
-    if hit and not STACKS[options.stack].complaint(hit.schedule):
+    hit = used.hit(problem, options) if options.starts_from_known else None
+    if hit:
         if hit.status == "optimal" and options.answered_by_optimum:
             method = f"{hit.schedule.method} (cached)"
             keeper.result = Result.from_schedule(hit.schedule, options, hit.lower_bound_ms, method)

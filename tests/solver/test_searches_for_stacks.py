@@ -151,11 +151,12 @@ def test_a_solver_that_sends_another_stacks_schedule_is_not_believed():
 
 def test_nor_is_a_cached_one_its_answer():
     proven = generate("zb-h1", units(2, 4))
-    hit = SimpleNamespace(schedule=proven, status="optimal", lower_bound_ms=proven.makespan_ms, source="cache")
+    hit = SimpleNamespace(schedule=proven, status="optimal", lower_bound_ms=proven.makespan_ms, source="pack")
     cache = Mock(lookup=Mock(return_value=hit))
     asked = {"cache": cache, "time_limit_s": 5, "placements": "keep"}
     assert solve(units(2, 4), **asked).method == "zb-h1 (cached)"
-    assert solve(units(2, 4), stack="megatron", **asked).method == "1f1b"
+    found = solve(units(2, 4), stack="megatron", **asked)
+    assert (found.method, [note for note in found.notes if "pack" in note]) == ("1f1b", [])
 
 
 def test_a_comparison_names_what_a_stack_cannot_run():
