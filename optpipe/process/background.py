@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 
 NICER = 10  # how much nicer searches are than what answers requests or trains
 AGAIN_S, TRIES = 0.12, 5  # without root the kernel allows ten changes a second, of all groups together
@@ -33,11 +34,16 @@ def group_as_nice(pid: int) -> None:
             time.sleep(AGAIN_S)
 
 
+def be_nicer(pid: int) -> None:
+    """Makes this process, or on Linux this thread, nicer than the calling thread; nothing if it has ended."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
+
+
 def be_a_nicer_thread() -> None:
     """Makes the calling thread nicer than its process, on Linux: elsewhere all threads are as nice as it."""
     if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICER))
+        be_nicer(threading.get_native_id())
 
 
 def settle() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from optpipe import solvers
 from optpipe.dispatch.descents import LOOPS
 from optpipe.evaluate.jit import compiler_lock, compiles_elsewhere, load_compiled
 from optpipe.process import process_tree
-from optpipe.process.background import NICER
+from optpipe.process.background import be_nicer
 
 log = structlog.get_logger("optpipe.server")
 
@@ -68,5 +67,5 @@ def _compiling(mark: str, lock: int) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         pass_fds=[lock],
     )
-    os.setpriority(os.PRIO_PROCESS, process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
+    be_nicer(process.pid)
     return process

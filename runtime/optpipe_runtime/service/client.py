@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 from collections import deque
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -35,7 +34,7 @@ from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.model.problem import Problem
 from optpipe.options import PlacementsOption, SolveArguments, SolveOptions, TimeLimit
-from optpipe.process.background import NICER
+from optpipe.process.background import be_nicer
 from optpipe.results import Result
 from optpipe.schedule import Schedule, check
 from optpipe.text import printable
@@ -262,7 +261,7 @@ class ScheduleClient:
     async def _search_here(self) -> None:
         """Searches in processes nicer than the training, to the time limit or a proof; cancelling ends them."""
         options = self._options.arguments()
-        begin = partial(improve, self._problem, warm_start=self._best, cache=self._cache, admit=_be_nicer, **options)
+        begin = partial(improve, self._problem, warm_start=self._best, cache=self._cache, admit=be_nicer, **options)
         try:
             search = await asyncio.to_thread(begin)
             try:
@@ -356,9 +355,3 @@ class ScheduleClient:
         for kind in self._outages & {*kinds}:
             self._outages.remove(kind)
             log.info("the solver service at %s %s", self._url, OUTAGES[kind][1])
-
-
-def _be_nicer(pid: int) -> None:
-    """Lets the solver compute where the training does not."""
-    with suppress(OSError):  # it has ended
-        os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
