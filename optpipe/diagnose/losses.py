@@ -1,8 +1,8 @@
 """Where the time of a step goes: replays in which one thing after the other is ideal. Each loss is the difference of
 two replays, so together with the work they are exactly the step.
 
-A far op took a multiple of what is usual for its kind, stage and micro-batch's work, though neither the device's other
-ops in that run did, nor that op in other steps. Nothing else is judged by it, and no cure predicted with it.
+A far op took a multiple of what is usual for its kind, its replica's stage and its work, though neither the device's
+other ops in that run did, nor that op in other steps. Nothing else is judged by it, and no cure predicted with it.
 
 Which devices are slower than others with the same work, and since when: the work of a micro-batch is what its faster
 stages show. A stage's usual time for it is that of the faster ones of all micro-batches with about as much work, in all
@@ -156,7 +156,8 @@ def explain(runs: Runs) -> Losses:
 def usual_times(runs: Runs) -> Floats:
     """(T,) the times of the ops; of far ops, what is usual for as much work."""
     log = np.log(np.maximum(runs.ms, np.finfo(float).tiny))
-    like, microbatch = _key(runs.kind, runs.stage), _key(runs.run, runs.microbatch)
+    like = _key(_key(runs.kind, runs.stage), runs.replica[runs.run])  # others may be slower
+    microbatch = _key(runs.run, runs.microbatch)
     over = log - _median_of(log, like)
     work = _median_of(over, microbatch)
     excess = over - work
