@@ -268,6 +268,18 @@ def test_a_refused_adoption_is_given_up(answer: Answer, caplog: pytest.LogCaptur
     assert line.startswith("the adoption of schedule 1 of job a1 was not taken: ")
 
 
+def test_an_outage_is_over_where_nothing_better_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_waits(monkeypatch)
+    monkeypatch.setattr(client_module, "STEADY_S", 0.1)
+    jobs = one_after_the_other(Answer(503), fake.job())
+    with (
+        fake_service(by_path({**FOUND, "/jobs": jobs, "/events": fake.open_events()})) as (url, asked),
+        ScheduleClient(url, chain()) as client,
+    ):
+        until(lambda: "/v1/jobs/a1/events" in paths(asked))
+        until(lambda: client.why_none.endswith("the search goes on"))
+
+
 RUNS = {**FOUND, "/events": fake.open_events(fake.one()), "/cancel": fake.as_json({}, 202)}
 
 

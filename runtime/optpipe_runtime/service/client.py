@@ -55,6 +55,7 @@ from optpipe_runtime.service.requests import (
 log = logging.getLogger("optpipe.client")
 
 REPORT_S = 3.0  # how long `close` waits until the service has the last adoptions, and has ended the search
+STEADY_S = 30.0  # after so long without a failure an outage is over: one that comes and goes would fill the log
 LEASE_S = 60.0  # without a sign of life the service ends the search
 CLOSE_S = 6.0  # how long `close` waits for the thread, which is a daemon
 HERE = "here"  # the job of a search on this host
@@ -303,11 +304,15 @@ class ScheduleClient:
     async def _follow(self, job: ServiceJob, attempts: RetryCallState) -> None:
         """Takes incumbents as they come, to the end of the search."""
         await job.pose(self._best)
-        async with aclosing(job.schedules()) as schedules:
-            async for seq, schedule in schedules:  # not at its first answer: one that comes and goes would fill the log
-                self._end_outages(*OUTAGES)
-                attempts.attempt_number = 0  # the next wait is a first one
-                self._offer(schedule, str(job.id), seq)
+        steady = self._loop.call_later(STEADY_S, self._end_outages, *OUTAGES)
+        try:
+            async with aclosing(job.schedules()) as schedules:
+                async for seq, schedule in schedules:
+                    self._end_outages(*OUTAGES)
+                    attempts.attempt_number = 0  # the next wait is a first one
+                    self._offer(schedule, str(job.id), seq)
+        finally:
+            steady.cancel()
         self._end_outages(UnavailableError, UnauthorizedError)
         if job.end.state == "done":
             log.info("the solver service at %s has finished its search", self._url)
