@@ -142,4 +142,4 @@ def test_limits_and_times_match_the_code() -> None:
         assert limit in told[name], name
     assert not settings.kept.limited
     assert f"a sign of life every {settings.heartbeat_s:g} s; after {settings.lost_s:g} s without one" in PAGE
-    assert f"A comment every {settings.ping_s:g} s shows that\nthe connection is alive" in PAGE
+    assert f"A comment comes every {settings.ping_s:g} s." in PAGE

@@ -228,7 +228,7 @@ def test_the_workbench_shows_every_schedule_and_what_a_moved_op_breaks(service: 
         "async () => { const {problemOf} = await import('/page/sliders.js'); return problemOf("
         "{p: 2, m: 4, v: 1, f: 10, b: 10, w: 8, mem: 100, k: 3, p2p: 0}); }"
     )
-    asked = service.client.post("/v1/workbench", json={"problem": problem}).json()
+    asked = service.client.post("/v1/workbench", json={"problem": problem, "placements": "keep"}).json()
     sketched = dict(zip(visitor.text(".sketch strong"), visitor.text(".sketch b"), strict=True))
     drawn = {
         row["method"]: asked["figure"]["schedules"][row["drawn"]] for row in asked["rows"] if row["drawn"] is not None

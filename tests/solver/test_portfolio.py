@@ -95,7 +95,8 @@ def test_one_thread_and_one_seed_find_the_same_however_busy_the_machine(engines,
     monkeypatch.setattr(tuning, "OPS_PER_S", 5_000)
     problem = Problem.load(EXAMPLES / "slowlink-8x16.json")
     quiet = run(problem, time_limit_s=200.0, threads=1, seed=2)
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: 1.6 * time.monotonic()))
+    busy = SimpleNamespace(monotonic=lambda: 1.6 * time.monotonic(), thread_time=lambda: 1.6 * time.thread_time())
+    monkeypatch.setattr(clock, "time", busy)
     assert run(problem, time_limit_s=200.0, threads=1, seed=2) == quiet
     assert schedules(quiet, problem)
 
