@@ -298,6 +298,23 @@ def test_a_trace_is_diagnosed_in_place(visitor: Visitor) -> None:
     visitor.provoked_errors()
 
 
+CUT = """const whole = fetch;
+window.fetch = async (...request) => {
+  const reply = await whole(...request);
+  if (window.cut || !String(request[0]).includes('/incumbents')) return reply;
+  window.cut = true;
+  return new Response(new ReadableStream({ start: (body) => body.error(new TypeError('cut off')) }), reply);
+};"""
+
+
+def test_a_reply_that_breaks_off_is_asked_for_again(service: Service, visitor: Visitor) -> None:
+    job = submit(service.client, chain(m=4, memory=4), "steps")
+    visitor.page.add_init_script(CUT)
+    page = visitor.go(f"/jobs/{job['id']}", "[data-seq]")
+    assert page.evaluate("() => cut")
+    page.wait_for_selector("body[data-connection=there]")
+
+
 def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Service, visitor: Visitor) -> None:
     job = submit(service.client, chain(memory=200, m=200), "slow steps", time_limit_s=600.0)
     page = visitor.go(f"/jobs/{job['id']}", "[data-seq]")

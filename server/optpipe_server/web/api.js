@@ -41,7 +41,7 @@ export async function ask(method, path, { body, text, headers = {}, signal } = {
   if (content !== undefined) headers = { "Content-Type": "application/json", ...headers };
   let reply;
   try {
-    reply = await fetch(path, { method, signal, body: content, headers });
+    reply = await whole(await fetch(path, { method, signal, body: content, headers }));
   } catch (error) {
     if (signal?.aborted) throw error;
     connection.changed(true);
@@ -51,6 +51,13 @@ export async function ask(method, path, { body, text, headers = {}, signal } = {
   if (reply.ok || reply.status === 304) return reply;
   const document = await reply.json().catch(() => ({})); // of a proxy it may be a page
   throw new Refused(reply.status, document.detail ?? (reply.statusText || `status ${reply.status}`));
+}
+
+/** The reply once all of it is there: of a service that is killed only a part may come.
+ * @param {Response} reply @returns {Promise<Response>} */
+async function whole(reply) {
+  const body = await reply.blob();
+  return new Response(body.size ? body : null, reply);
 }
 
 /** @param {string} path @param {AbortSignal} [signal] @returns {Promise<any>} */
