@@ -85,7 +85,7 @@ class _Search:
     def improve(self, clock: Clock, most_vain: float, switches: Switches) -> None:
         """Solves window after window of the best schedule, until so many in a row have shortened nothing."""
         choice, solver = WindowChoice(self._problem, self._request.seed), self._request.solver
-        solved = shorter = vain = 0
+        solved = gained = vain = 0
         text = "no window was solved"
         while self.incumbents.best and vain < most_vain and not (clock.over or (self._proven and solved)):
             before_ms, reading = self.incumbents.best_ms, Reading(self.incumbents.best, "none")
@@ -103,11 +103,11 @@ class _Search:
             decided = outcome.status in ("optimal", "infeasible")
             choice.learn(decided, outcome.seconds)
             if self.incumbents.best_ms < before_ms:
-                shorter, vain = shorter + 1, 0
+                gained, vain = gained + 1, 0
             elif decided and len(window.free) == len(reading.compute) and is_strict:
                 break
-            self.report(f"{solved} windows, {shorter} of them shorter, {self._own_best}; {text}", ongoing=True)
-        self.report(f"{solved} windows, {shorter} of them shorter, {self._own_best}; {text}" if solved else text)
+            self.report(f"{solved} windows, {gained} of them shorter, {self._own_best}; {text}", ongoing=True)
+        self.report(f"{solved} windows, {gained} of them shorter, {self._own_best}; {text}" if solved else text)
 
     def run(self, clock: Clock, switches: Switches) -> None:
         """Fixes the micro-batches' order first, then, where that may lose something, not."""
