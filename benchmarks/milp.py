@@ -16,20 +16,20 @@ from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.methods import milp_complaint
 from optpipe_solver.milp.backends import Task, minimize
 from optpipe_solver.milp.model import Model
-from optpipe_solver.milp.variables import ALL, PLAIN, Switches, assignment
+from optpipe_solver.milp.variables import ALL, WITHOUT_STEPS, Switches, assignment
 
 SIZES = ((2, 4), (3, 6), (4, 8))  # devices, micro-batches
 STEPS = {
-    "none": PLAIN,
-    "order of entry": replace(PLAIN, order="entry"),
-    "fixed order": replace(PLAIN, order="stages"),
-    "one variable a pair": replace(PLAIN, one_per_pair=True),
-    "no determined ones": replace(PLAIN, determined=True),
-    "triangles": replace(PLAIN, triangles="compute"),
-    "all triangles": replace(PLAIN, triangles="all"),
-    "warm start": replace(PLAIN, warm_start=True),
-    "tight big-M": replace(PLAIN, tight=True),
-    "workload": replace(PLAIN, workload=True),
+    "corrected, no steps": WITHOUT_STEPS,
+    "order of entry": replace(WITHOUT_STEPS, order="entry"),
+    "fixed order": replace(WITHOUT_STEPS, order="stages"),
+    "one variable a pair": replace(WITHOUT_STEPS, one_per_pair=True),
+    "no determined ones": replace(WITHOUT_STEPS, determined=True),
+    "triangles": replace(WITHOUT_STEPS, triangles="compute"),
+    "all triangles": replace(WITHOUT_STEPS, triangles="all"),
+    "warm start": replace(WITHOUT_STEPS, warm_start=True),
+    "tight big-M": replace(WITHOUT_STEPS, tight=True),
+    "workload": replace(WITHOUT_STEPS, workload=True),
     "all of the paper": replace(ALL, workload=False),
     "all, no triangles": replace(ALL, triangles="none"),
     "all, all triangles": replace(ALL, triangles="all"),

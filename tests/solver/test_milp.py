@@ -36,7 +36,7 @@ from optpipe_solver.milp.backends import TOLERANCE, Task, UnavailableError, find
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.reading import Reading
 from optpipe_solver.milp.rows import Literal, Rows
-from optpipe_solver.milp.variables import MIB, PLAIN, Switches, Units, assignment
+from optpipe_solver.milp.variables import MIB, WITHOUT_STEPS, Switches, Units, assignment
 from optpipe_solver.milp.windows import WindowChoice
 from optpipe_solver.portfolio import PlacementSearch, engine_runs
 from optpipe_solver.portfolio.engine_runs import EngineProcess, EngineRuns
@@ -148,7 +148,7 @@ def test_every_incumbent_runs_and_fits(solver: Solver, problem: Problem, objecti
 @pytest.mark.parametrize(
     "name", ["both offload", "full duplex", "two chunks", "a shared link", "three micro-batches, no offload"]
 )
-@pytest.mark.parametrize("switches", [Switches(order="entry"), PLAIN], ids=["all", "plain"])
+@pytest.mark.parametrize("switches", [Switches(order="entry"), WITHOUT_STEPS], ids=["all", "plain"])
 def test_a_warm_start_satisfies_every_row(solver: Solver, name: str, switches: Switches) -> None:
     problem = EXHAUSTIVE[name]
     schedule = schedules(solver.frames(problem), problem)[-1]

@@ -19,7 +19,7 @@ from optpipe.process.protocol import Incumbent, Note, Programs, Request
 from optpipe_solver.milp.backends import UnavailableError, find_backend, is_licensed
 from optpipe_solver.milp.model import Model, all_orders, no_cycles_of_three
 from optpipe_solver.milp.rows import Rows
-from optpipe_solver.milp.variables import ALL, PLAIN
+from optpipe_solver.milp.variables import ALL, WITHOUT_STEPS
 
 SWITCHES = {
     "all": ALL,
@@ -32,10 +32,10 @@ SWITCHES = {
     "cold": replace(ALL, warm_start=False),
     "one big-M": replace(ALL, tight=False),
     "no workload": replace(ALL, workload=False),
-    "plain": PLAIN,
-    "plain, all triangles": replace(PLAIN, triangles="all"),
-    "plain but in order of entry": replace(PLAIN, order="entry"),
-    "plain but in one order": replace(PLAIN, order="stages"),
+    "plain": WITHOUT_STEPS,
+    "plain, all triangles": replace(WITHOUT_STEPS, triangles="all"),
+    "plain but in order of entry": replace(WITHOUT_STEPS, order="entry"),
+    "plain but in one order": replace(WITHOUT_STEPS, order="stages"),
 }
 BACKENDS = {"gurobi": "gurobipy", "pulp": "pulp", "pulp:HiGHS": "pulp"}
 
@@ -75,7 +75,7 @@ def finds_the_best_of_all_programs(milp: Solver, problem: Problem, objective: Ob
 
 def test_triangles_of_all_orders_are_of_each_variable() -> None:
     """Transfers of a link, drops and reloads among the ops of a device."""
-    v = Model(EXHAUSTIVE["both offload"], "makespan", 60.0, PLAIN).variables
+    v = Model(EXHAUSTIVE["both offload"], "makespan", 60.0, WITHOUT_STEPS).variables
     nodes = [set(order.values()) for order in all_orders(v)]
     transfers = (v.offload_before, v.reload_before, v.offload_before_reload)
     for literals in (v.op_before, *transfers, v.drop_before, v.return_before):

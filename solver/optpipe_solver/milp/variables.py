@@ -35,8 +35,8 @@ Orders = dict[tuple[Activation, Activation], Literal]  # by two activations: whe
 class Switches:
     """The practical steps of section 4.1, each of which can be left out, so that what it is worth can be measured.
 
-    The default is all on, as the solver uses them; `PLAIN` is the program of Appendix C as it stands. None changes the
-    optimum but `order`, where activations can leave (see `model`).
+    The default is all on, as the solver uses them; `WITHOUT_STEPS` is the program of Appendix C, corrected. None
+    changes the optimum but `order`, where activations can leave (see `model`).
     """
 
     order: MicrobatchOrder = "stages"
@@ -58,7 +58,7 @@ class Switches:
 
 
 ALL = Switches()
-PLAIN = Switches(
+WITHOUT_STEPS = Switches(
     "none", one_per_pair=False, determined=False, triangles="none", warm_start=False, tight=False, workload=False
 )
 
