@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 from support.problems.units import peaks, units
 
-from optpipe import Kind, Problem, Schedule, check
-from optpipe.model.ops import OPTIMIZER
+from optpipe import InputError, Kind, Problem, Schedule, check
 from optpipe.model.program import KIND, STAGE
 from optpipe_solver.systems import generate
-from optpipe_solver.systems.system import in_order
+from optpipe_solver.systems.chronos import (
+    bubble_share,
+    fits_in_bubbles,
+    idle_before_deep,
+    idle_before_shallow,
+    overlap,
+    units_with_messages,
+)
 
 AGAIN: dict[str, Any] = {"recompute": (1.0, 0)}
 
@@ -83,9 +89,44 @@ def test_chunks_follow_each_other_as_many_rounds_later_as_the_paper_says(p):
     assert ran_before(schedule, p - 1, Kind.BW, chunk=1, other=0) == 1 + ceil(Fraction(2 * p - 3, 6))
 
 
-def published(p: int, m: int, c: Any) -> Any:
-    """Section 4.1: all of Chronos-Pipe with two chunks, when a message lasts c units."""
-    return 6 * (m + p - 1) + (4 * p + 8 * (m - 2) + 2) * c
+def test_bubbles_are_those_that_the_paper_prints():
+    """Section 4.1: 8.27 and 5.37 % where a message takes 0.05 units, 4 devices run 128 micro-batches."""
+    assert 100 * bubble_share(4, 128, 0.05) == pytest.approx(8.27, abs=0.01)
+    assert 100 * bubble_share(4, 128, 0.05, chunks=1) == pytest.approx(5.37, abs=0.01)
+    for p, m in product((2, 4, 7), (2, 9)):
+        assert bubble_share(p, m, 0) == pytest.approx((p - 1) / (m + p - 1))  # 1F1B's
+        schedule = generate("chronos", units(p, m, v=2))
+        assert units_with_messages(p, m, 0) == schedule.makespan_ms
+
+
+@pytest.mark.parametrize("p", [3, 4, 7, 8, 16])
+def test_equations_4_and_6_are_what_devices_of_the_schedule_wait(p):
+    """Between a device's last backward of chunk 2 and its last of chunk 1, and its first forwards of chunks 1 and 2."""
+    timeline = generate("chronos", units(p, 4 * p, v=2)).timeline
+    kind, stage = timeline.table[:, KIND], timeline.table[:, STAGE]
+    for d in range(p):
+        first = timeline.start[(kind == Kind.F) & (stage == p + d)].min()
+        last = timeline.end[(kind == Kind.BW) & (stage == p + d)].max()
+        here = timeline.device == d
+        before, after = here & (timeline.end <= first), here & (timeline.start >= last)
+        busy = [(timeline.end - timeline.start)[rows].sum() for rows in (before, after)]
+        assert first - timeline.start[here].min() - busy[0] == idle_before_deep(p, 2 * p * F)
+        assert timeline.end[here].max() - last - busy[1] == idle_before_shallow(p, 2 * p * BW)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: bubble_share(4, 1, 0.1), "devices = 4, microbatches = 1, chunks = 2: section 4.1 is for 2 or more"),
+        (lambda: bubble_share(4, 8, 0.1, chunks=3), "chunks = 3: section 4.1 is"),
+        (lambda: fits_in_bubbles(on_host(2, 4, 1, 1, 1, v=3)), "stages: Eq. 5 and 7 are for 2 a device, .* 6 stages"),
+        (lambda: fits_in_bubbles(units(2, 4, v=2)), "stages: .* 0 of them with update_ms"),
+        (lambda: overlap(generate("chronos", units(2, 4, v=2))), "programs: no optimizer runs on the host"),
+    ],
+)
+def test_what_the_formulas_do_not_cover_is_refused(ask, message):
+    with pytest.raises(InputError, match=message):
+        ask()
 
 
 @pytest.mark.parametrize(("p", "v"), [*((p, v) for p in (2, 4, 5, 8) for v in (1, 2)), (4, 3), (8, 3), (5, 4), (8, 4)])
@@ -99,7 +140,7 @@ def test_messages_that_block_nobody_take_less(p, v, c):
         asked = 2 * v * p - 2 + 2 * (v * (p - 1) * (m - 1) // p)
         assert messages == pytest.approx(asked) if v < 3 else asked - 2 <= messages <= asked
         if v == 2 and m > 1:
-            assert schedule.makespan_ms <= published(p, m, c)
+            assert schedule.makespan_ms <= units_with_messages(p, m, c)
 
 
 @pytest.mark.parametrize("p", [3, 9, 15])
@@ -107,7 +148,7 @@ def test_where_chunk_2_follows_at_once_messages_take_longer_but_not_longer_than_
     for m in (2, 3, 20):
         schedule = generate("chronos", units(p, m, v=2).replace(p2p_ms=1 / 64))
         freely = 6 * (m + p - 1) + (4 * p - 2 + 2 * (2 * (p - 1) * (m - 1) // p)) / 64
-        assert freely <= schedule.makespan_ms <= published(p, m, 1 / 64)
+        assert freely <= schedule.makespan_ms <= units_with_messages(p, m, 1 / 64)
     assert schedule.makespan_ms > freely
 
 
@@ -205,39 +246,6 @@ F, BW = 1, 2  # units of a chunk
 
 def on_host(p: int, m: int, out: float, update: float, back: float, v: int = 2) -> Problem:
     return units(p, m, v=v, update=(out, update, back))
-
-
-def idle_before_shallow(p: int, backward_ms: float) -> float:
-    """Eq. 4: how long a device is idle (ms) in the cool-down before the backwards of chunk 1, with a micro-batch's
-    backward through all 2p chunks."""
-    return (p - ceil((2 * p - 3) / 6) - 1) * backward_ms / (2 * p)
-
-
-def idle_before_deep(p: int, forward_ms: float) -> float:
-    """Eq. 6: likewise in the warm-up before the forwards of chunk 2."""
-    return (p - ceil((p - 3) / 6) - 1) * forward_ms / (2 * p)
-
-
-def fits_in_bubbles(problem: Problem) -> bool:
-    """Eq. 5 and 7 for two chunks a device: whether optimizers fit into what Chronos-Pipe leaves idle."""
-    p = len(problem.stages) // 2
-    ms = problem.costs.ms[..., 0]
-    step, upload = ms[[Kind.G, Kind.U]].sum(axis=0).max(), ms[Kind.P].max()
-    backward, forward = float(ms[Kind.BW].sum()), float(ms[Kind.F].sum())
-    return bool(step <= idle_before_shallow(p, backward) + 1e-9 and upload <= idle_before_deep(p, forward) + 1e-9)
-
-
-def overlap(schedule: Schedule) -> float:
-    """The share of the host optimizers' time that hides behind compute, of the devices where they take longest."""
-    problem = schedule.problem
-
-    def most(*kinds: Kind) -> float:
-        each = ([op for op in program.ops() if op.kind in kinds] for program in schedule.programs)
-        return max(sum(float(problem.costs.ms[op.kind, op.stage, 0]) for op in ops) for ops in each)
-
-    without = [[op for op in program.ops() if op.kind not in OPTIMIZER] for program in schedule.programs]
-    grown = schedule.makespan_ms - in_order(problem, without).makespan_ms
-    return 1.0 - grown / (most(Kind.P) + most(Kind.G, Kind.U))
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])

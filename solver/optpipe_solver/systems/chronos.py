@@ -16,7 +16,8 @@ from itertools import count
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.model.ops import BACKWARD, Kind, Op
+from optpipe.evaluate.objective import reaches
+from optpipe.model.ops import BACKWARD, OPTIMIZER, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, PART, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
@@ -170,3 +171,75 @@ def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
         for link, sharers in problem.shared_links.items()
     }
     return replace(in_order(problem, lists), links={link: program for link, program in links.items() if len(program)})
+
+
+def units_with_messages(devices: int, microbatches: int, message: float, chunks: int = 2) -> float:
+    """The units that an iteration takes where a message of `message` units keeps both devices busy (section 4.1).
+
+    Chronos-Pipe's with two chunks a device; with one, 1F1B's. Raises InputError for other chunks, and for fewer than
+    two devices or micro-batches, which the formulas do not cover.
+    """
+    if chunks not in (1, 2) or min(devices, microbatches) < 2:
+        given = f"devices = {devices}, microbatches = {microbatches}, chunks = {chunks}"
+        raise InputError(f"{given}: section 4.1 is for 2 or more devices and micro-batches, and for 1 or 2 chunks")
+    sent = chunks * (2 * devices + 4 * (microbatches - 2)) + 2 * (chunks - 1)
+    return 6 * (microbatches + devices - 1) + sent * message
+
+
+def bubble_share(devices: int, microbatches: int, message: float, chunks: int = 2) -> float:
+    """The share of `units_with_messages` in which a device does not compute (section 4.1), from 0 to 1."""
+    return 1 - 6 * microbatches / units_with_messages(devices, microbatches, message, chunks)
+
+
+def idle_before_shallow(devices: int, backward_ms: float) -> float:
+    """How long (ms) a device of Chronos-Pipe with two chunks is idle before the last backwards of chunk 1 (Eq. 4).
+
+    `backward_ms` is a micro-batch's backward through all 2p chunks.
+    """
+    return (devices - _rounds_apart(2 * devices) - 1) * backward_ms / (2 * devices)
+
+
+def idle_before_deep(devices: int, forward_ms: float) -> float:
+    """How long (ms) it is idle before the first forwards of chunk 2 (Eq. 6).
+
+    `forward_ms` is a micro-batch's forward through all 2p chunks.
+    """
+    return (devices - _rounds_apart(devices) - 1) * forward_ms / (2 * devices)
+
+
+def _rounds_apart(units: int) -> int:
+    """How many rounds of six units lie between two chunks of which one lasts so many units."""
+    return -((3 - units) // 6)
+
+
+def fits_in_bubbles(problem: Problem) -> bool:
+    """Whether host optimizers fit into what Chronos-Pipe with two chunks a device leaves idle (Eq. 5 and 7).
+
+    Of stages with different times the longest transfers count. Sufficient for `overlap` to be 1 where stages are alike,
+    not necessary. Raises InputError for other numbers of chunks, or if no stage's optimizer may run on the host.
+    """
+    p, costs = count_devices(problem), problem.costs
+    if len(problem.stages) != 2 * p or not costs.can_update.any():
+        given = f"{len(problem.stages)} stages on {p} devices, {costs.can_update.sum()} of them with update_ms"
+        raise InputError(f"stages: Eq. 5 and 7 are for 2 a device, some with update_ms; here are {given}")
+    step, upload = float(costs.ms[[Kind.G, Kind.U]].sum(axis=0).max()), float(costs.ms[Kind.P].max())
+    backward, forward = (float(costs.ms[kind].sum(axis=0).min()) for kind in (Kind.BW, Kind.F))
+    return reaches(step, idle_before_shallow(p, backward)) and reaches(upload, idle_before_deep(p, forward))
+
+
+def overlap(schedule: Schedule) -> float:
+    """The share, from 0 to 1, of the host optimizers' time that hides behind compute.
+
+    What the iteration is longer by than without them, against the longest G and U and the longest P of a device.
+    Raises InputError for a schedule without host optimizers.
+    """
+    costs = schedule.problem.costs
+    per_device = np.zeros((len(Kind), len(schedule.problem.devices)))
+    for d, program in enumerate(schedule.programs):
+        on_host = program.table[of_kinds(program.table, *OPTIMIZER)]
+        np.add.at(per_device[:, d], on_host[:, KIND], costs.ms[on_host[:, KIND], on_host[:, STAGE], 0])
+    longest = per_device[[Kind.G, Kind.U]].sum(axis=0).max() + per_device[Kind.P].max()
+    if not longest:
+        raise InputError("programs: no optimizer runs on the host (G, U, P), or none takes any time")
+    plain = schedule.with_tables(lambda table: table[~of_kinds(table, *OPTIMIZER)])
+    return float(1 - (schedule.makespan_ms - plain.makespan_ms) / longest)
