@@ -6,10 +6,9 @@ compiler. `naive` fits wherever any schedule does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, islice, repeat, zip_longest
-from typing import Protocol
 
 import numpy as np
 
@@ -30,12 +29,6 @@ from optpipe_solver.clock import UNLIMITED, Clock
 from optpipe_solver.schedule_facts import needs_fused
 
 __all__ = ["STREAMS", "generate", "join_pairs", "one_at_a_time"]
-
-
-class Heuristic(Protocol):
-    """A heuristic: yields one schedule at least, and ends soon after the wall's time of the clock is over."""
-
-    def __call__(self, problem: Problem, objective: Objective, clock: Clock = UNLIMITED) -> Iterator[Schedule]: ...
 
 
 def generate(method: str, problem: Problem, objective: Objective = "makespan") -> Schedule:
@@ -166,4 +159,5 @@ def _one_pass(route: tuple[int, ...], relief: dict[int, Relief]) -> list[tuple[i
     return [row for rows in (*there, *back) for row in rows]
 
 
-STREAMS: dict[str, Heuristic] = {"naive": naive, "adaoffload": ada_offload}
+# Each yields one schedule at least, and ends soon after the wall's time of the clock is over.
+STREAMS: dict[str, Callable[..., Iterator[Schedule]]] = {"naive": naive, "adaoffload": ada_offload}

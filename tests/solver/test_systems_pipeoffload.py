@@ -9,13 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems import with_budgets
 from support.problems.strategies import looped
 from support.problems.units import ACTIVATION, peaks, unevenly, units
 
-from optpipe import Kind, Op, Problem, Schedule, check
+from optpipe import InputError, Kind, Op, Problem, Schedule, check
 from optpipe.model.program import of_kinds
 from optpipe_solver.systems import generate
-from optpipe_solver.systems.pipeoffload import fill, fills, pipe_offload, staggered, uniform_block
+from optpipe_solver.systems.pipeoffload import fill, pipe_offload, staggered, uniform_block
 
 DOCS = Path(__file__).parents[2] / "docs"
 SYSTEMS = ("gis", "gis-h", "po-h", "po-f")
@@ -244,12 +245,65 @@ def test_any_stages_have_a_schedule_and_transfers_delay_nothing_beyond_the_block
     ],
 )
 def test_steps_1_and_2_of_algorithm_1_by_hand(tolerance: int, expected: list[int]) -> None:
-    problem = offloading(4, 9, k=1 / 3)
-    assert fills(problem, tolerance) == expected
-    schedule = generate(f"algorithm-1:tolerance={tolerance}", problem)
-    for s, count in enumerate(expected):
-        kinds = [op.kind for op in schedule.programs[s].ops() if op.kind in (Kind.F, Kind.B)]
-        assert kinds.index(Kind.B) == count
+    assert fills(generate(f"algorithm-1:tolerance={tolerance}", offloading(4, 9, k=1 / 3))) == expected
+
+
+def fills(schedule: Schedule) -> list[int]:
+    """The forwards of each device before its first backward."""
+    kinds = ([op.kind for op in program.ops() if op.kind in (Kind.F, Kind.B)] for program in schedule.programs)
+    return [each.index(Kind.B) for each in kinds]
+
+
+def printed_fills(problem: Problem, tolerance: float) -> list[int]:
+    """Lines 13 to 22, one forward after the other until line 17 breaks; no stage fills further than the one before."""
+    stages, message, counts = problem.stages, problem.p2p_ms, list[int]()
+    there = sum(stage.forward_ms for stage in stages) + (len(stages) - 1) * message
+    arrived = [0.0] * problem.microbatches
+    for s, stage in enumerate(stages):
+        start = there + sum(message + after.backward_input_ms for after in stages[s + 1 :])
+        completed, left = [0.0], 0.0
+        for j, at in enumerate(arrived):
+            if j and max(completed[-1], left + stage.offload_ms) >= start + tolerance:
+                break
+            completed.append(max(completed[-1], left, at) + stage.forward_ms)
+            left = completed[-1] + stage.offload_ms
+        arrived = [end + message for end in completed[1:]]
+        counts.append(len(arrived))
+    return counts
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data())
+def test_algorithm_1_is_no_worse_without_a_tolerance_than_with_0(data: st.DataObject) -> None:
+    p, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    problem = unevenly(data.draw, offloading(p, m, k=data.draw(st.sampled_from([0.0, 1 / 3, 1.0, 2.0]))))
+    searched, usual = generate("algorithm-1", problem), generate("algorithm-1:tolerance=0", problem)
+    assert check(problem, searched) == []
+    assert searched.makespan_ms <= usual.makespan_ms
+
+
+def test_algorithm_1_finds_the_best_tolerance_of_figure_4() -> None:
+    problem = Problem.load(DOCS.parent / "examples" / "problems" / "figure4-4x6.json")
+    each = [generate(f"algorithm-1:tolerance={T}", problem).makespan_ms for T in range(100)]
+    assert generate("algorithm-1", problem).makespan_ms == min(each) == generate("po-f", problem, "all").makespan_ms
+    assert (min(each), max(each)) == (24, each[0]) == (24, 34)
+
+
+def test_a_tolerance_whose_schedule_fits_comes_before_a_shorter_one_that_does_not() -> None:
+    problem = offloading(2, 12, k=1.0)
+    short, long = generate("algorithm-1", problem), generate("algorithm-1:tolerance=0", problem)
+    assert short.makespan_ms < long.makespan_ms
+    assert fullest(long) < fullest(short)
+    tight = with_budgets(problem, int(fullest(long) * ACTIVATION))
+    assert check(tight, generate("algorithm-1", tight)) == []
+
+
+def test_algorithm_1_says_that_it_orders_no_shared_link() -> None:
+    problem = Problem.load(DOCS.parent / "examples" / "problems" / "shared-pcie-4x8.json")
+    with pytest.raises(
+        InputError, match=r"^algorithm-1 does not order the transfers of a shared link: links\['pcie0'\]"
+    ):
+        generate("algorithm-1", problem)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -260,9 +314,10 @@ def test_algorithm_1_runs_whatever_the_times_and_the_tolerance(data: st.DataObje
     schedule = generate(f"algorithm-1:tolerance={T}", problem)
     assert check(problem, schedule) == []
     assert fullest(schedule) <= 4
+    assert fills(schedule) == printed_fills(problem, T)
     timeline = schedule.timeline
     at = {timeline.rows.op(row): row for row in range(len(timeline.rows))}
-    for s, count in enumerate(fills(problem, T)):
+    for s, count in enumerate(fills(schedule)):
         for j, after in pairwise(range(count)):  # line 18
             offload = Op(Kind.O, s, j)
             if offload in at:
@@ -271,7 +326,7 @@ def test_algorithm_1_runs_whatever_the_times_and_the_tolerance(data: st.DataObje
 
 def test_where_nothing_can_leave_algorithm_1_is_1f1b_with_a_longer_warm_up() -> None:
     problem = units(4, 9)
-    assert fills(problem, 0) == [7, 5, 3, 1]
+    assert fills(generate("algorithm-1:tolerance=0", problem)) == [7, 5, 3, 1]
     assert not [
         op for program in generate("algorithm-1", problem).programs for op in program.ops() if op.kind == Kind.O
     ]

@@ -6,21 +6,22 @@ The paper's letters: d devices, v looped stages on each, g micro-batches a group
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor
+from math import ceil, floor, inf
 
 import numpy as np
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.objective import TOLERANCE
 from optpipe.lift import lift_table
+from optpipe.model.arrays import Floats
 from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
+from optpipe_solver import tuning
 from optpipe_solver.systems.block import Block, slots
 from optpipe_solver.systems.system import (
     count_chunks,
@@ -243,22 +244,55 @@ def fill(
 
 
 @published("algorithm-1", "OptPipe, Algorithm 1 as printed")
-def algorithm_1(problem: Problem, tolerance: int = 0) -> Schedule:
-    """AdaOffload as printed (OptPipe, Algorithm 1), for one stage a device, with a tolerance T of `tolerance` ms.
-
-    The heuristic `adaoffload` takes its idea, searches its tolerance, and asks memory what fits.
+def algorithm_1(problem: Problem, tolerance: int | None = None) -> Schedule:
+    """AdaOffload as printed (OptPipe, Algorithm 1), for one stage a device.
 
     Steps 1 and 2: a stage fills with forwards until the next one would delay its first backward by T or more
-    (`fills`). Step 3, PipeOffload's rules: then one backward, its weight gradient right after it, and one forward take
+    (`delays`). Step 3, PipeOffload's rules: then one backward, its weight gradient right after it, and one forward take
     turns; every activation leaves after its forward and returns before its backward, but for those whose backward
     follows at once. A forward waits until the activation before it has left (line 18), which is all that keeps memory
-    low: nothing asks for the limit.
+    low: nothing asks for the limit, as the heuristic `adaoffload` does, which starts from here.
+
+    T is `tolerance` ms. Without it, some T that differ are tried, more of the small ones; the shortest schedule that
+    fits is returned, or else the shortest.
 
     Printed errors: line 18 reads F of the last micro-batch on the stage before, for F of the same one; line 19 uses the
     completion of F that line 20 computes.
     """
+    late = delays(problem)
+    choices = np.r_[0.0, np.unique(late[late > 0])]
+    tries = min(tuning.VARIANTS, max(2, tuning.GENERATE_OPS // (3 * late.size)))
+    places = np.unique(np.geomspace(1, len(choices) + 1, tries, endpoint=False).astype(int)) - 1
+    schedules = (_filled(problem, late, T) for T in (choices[places] if tolerance is None else [tolerance]))
+    try:
+        return min(schedules, key=lambda schedule: (not schedule.compiled.certificate.fits, schedule.makespan_ms))
+    except ScheduleError as error:
+        raise InputError(f"algorithm-1 does not order the transfers of a shared link: {error}") from error
+
+
+def delays(problem: Problem) -> Floats:
+    """By stage and micro-batch, how late the first backward is after one more forward (steps 1 and 2, lines 6 to 20).
+
+    In ms, of the first forward -inf. A stage's delays never fall, as it fills in the order of micro-batches.
+    """
+    ms, messages = problem.costs.ms, problem.costs.message_ms
+    offload = ms[Kind.O] * problem.costs.parts[:, None]
+    # EstStart(B_{s,0}): micro-batch 0 goes to the last stage and comes back.
+    there, back = (ms[Kind.F, :, 0] + messages[FORWARDS, :, 0]).sum(), ms[Kind.B, 1:, 0] + messages[GRADIENTS, :-1, 0]
+    late, ended = np.empty(offload.shape), [0.0] * problem.microbatches
+    for s, row in enumerate(np.stack([ms[Kind.F], offload, messages[FORWARDS]], axis=2).tolist()):
+        start, left = float(there + back[s:].sum()), -inf
+        for j, (forward, leaves, message) in enumerate(row):
+            late[s, j] = left + leaves - start  # line 16; F before has ended when its activation has left
+            ended[j] = max(left, ended[j] + message) + forward
+            left = ended[j] + leaves
+    return np.maximum.accumulate(late, axis=1).round(9)  # so that equal ones are equal
+
+
+def _filled(problem: Problem, late: Floats, tolerance_ms: float) -> Schedule:
+    """Line 17, where no stage fills further than the one before, and step 3."""
     lists = []
-    for s, fill in enumerate(fills(problem, tolerance)):
+    for s, fill in enumerate(np.minimum.accumulate((late < tolerance_ms).sum(axis=1)).tolist()):
         forwards = [Op(Kind.F, s, j) for j in range(problem.microbatches)]
         backwards = [[Op(kind, s, j) for kind in (Kind.B, Kind.W)] for j in range(problem.microbatches)]
         lists.append(_with_transfers(problem, s, warmed_up(forwards, backwards, fill - 1)))
@@ -266,44 +300,13 @@ def algorithm_1(problem: Problem, tolerance: int = 0) -> Schedule:
     return Schedule(problem, tuple(Program.from_items(op for s in stages for op in lists[s]) for stages in devices))
 
 
-def fills(problem: Problem, tolerance_ms: float) -> list[int]:
-    """Count the forwards of each stage before its first backward (steps 1 and 2, lines 6 to 22)."""
-    ms, messages = problem.costs.ms, problem.costs.message_ms
-    forward = ms[Kind.F].tolist()
-    offload = (ms[Kind.O] * problem.costs.parts[:, None]).tolist()
-    stages = len(problem.stages)
-    # EstStart(B_{s,0}): micro-batch 0 goes to the last stage and comes back.
-    there, back = (ms[Kind.F, :, 0] + messages[FORWARDS, :, 0]).sum(), ms[Kind.B, 1:, 0] + messages[GRADIENTS, :-1, 0]
-    starts = [float(there + back[s:].sum()) for s in range(stages)]
-    counts: list[int] = []
-    arrived = [0.0] * problem.microbatches  # when F of the stage before has ended, and its message has come
-    for s in range(stages):
-        done: list[float] = []
-        left = 0.0  # when the last activation has left
-        for j, at in enumerate(arrived):
-            if done and max(done[-1], left + offload[s][j]) >= starts[s] + tolerance_ms:
-                break
-            done.append(max(done[-1] if done else 0.0, left, at) + forward[s][j])
-            left = done[-1] + offload[s][j]
-        counts.append(len(done))
-        if s + 1 < stages:  # no stage fills further than the one before
-            arrived = (np.array(done) + messages[FORWARDS, s + 1, : len(done)]).tolist()
-    return counts
-
-
 def _with_transfers(problem: Problem, s: int, compute: list[Op]) -> list[Op]:
     """The stage's ops with O, D and R of the activations that leave."""
     place = {op: i for i, op in enumerate(compute)}
-    before: dict[int, list[Op]] = defaultdict(list)
+    ops = [(i, 3, op) for op, i in place.items()]
     for j in range(problem.microbatches if problem.stages[s].can_offload else 0):
-        forward, backward = place[Op(Kind.F, s, j)], place[Op(Kind.B, s, j)]
-        if backward - forward <= AHEAD:
-            continue
-        back = backward - AHEAD
+        forward, back = place[Op(Kind.F, s, j)], place[Op(Kind.B, s, j)] - AHEAD
         drop = next((i for i in range(forward + 1, back) if compute[i].kind == Kind.F), back)
-        for kind, at in ((Kind.O, forward + 1), (Kind.D, drop), (Kind.R, back)):
-            before[at] += [Op(kind, s, j, part) for part in range(problem.stages[s].offload_parts)]
-    ops: list[Op] = []
-    for i, op in enumerate(compute):
-        ops += [*sorted(before[i], key=lambda x: (Kind.O, Kind.D, Kind.R).index(x.kind)), op]
-    return ops
+        for n, (kind, at) in enumerate(((Kind.O, forward + 1), (Kind.D, drop), (Kind.R, back))):
+            ops += [(at, n, Op(kind, s, j, part)) for part in range(problem.stages[s].offload_parts) if back > forward]
+    return [op for _, _, op in sorted(ops)]
