@@ -34,7 +34,7 @@ def test_one_row_is_solved_once(bench, monkeypatch, tmp_path):
     out = bench(*words).out
     monkeypatch.setattr(table1, "compare", None)  # what is in the file is not solved again
     assert bench(*words).out == out
-    assert "- out of memory, agrees with the paper: 5 of 5" in out
+    assert "- out of memory, by the budget that agrees with most runs: 5 of 5" in out
     cells = next(line for line in out.splitlines() if line.startswith("| 1.5B, 4 × 8, size 4 |")).split(" | ")
     assert (cells[8], cells[-1]) == ("1283", "– |")
 

@@ -35,6 +35,7 @@ def _nothing_is_searched(monkeypatch):
         (["published"], "published", "papers.md", "| source"),
         (["published"], "published", "papers.md", "| model"),
         (["figures"], "figures", "papers.md", "## Figures: | source"),
+        (["figures"], "figures", "papers.md", "| micro-batches"),
         (["scale"], "scale", "papers.md", "| room | first"),
         (["solver", *EXAMPLES], "examples", "solver.md", "problem "),
         (["solver", *ZERO_BUBBLE, "--placements", "all"], "zero-bubble", "solver.md", "zb-16x48-half"),
