@@ -125,6 +125,14 @@ def test_a_problem_of_each_preset_can_be_scheduled(name):
     assert 0 < e.utilization < 1
 
 
+def test_the_mfu_of_a_measured_iteration():
+    """Korthikanti et al. 2023, Table 5: GPT-3 175B on 64 A100 takes 13.75 s for 64 sequences, an MFU of 51.4 %."""
+    e = made(MODELS["gpt-3-175b"], {"pp": 8, "tp": 8}, gpu="A100", microbatches=64)
+    assert e.utilization_in(13750) == pytest.approx(0.514, abs=0.001)
+    twice = made(MODELS["gpt-3-175b"], {"pp": 8, "tp": 8, "dp": 2}, gpu="A100", microbatches=64)
+    assert twice.utilization_in(13750) == pytest.approx(e.utilization_in(13750))
+
+
 def test_layers_that_are_left_over_go_to_stages_without_embedding_and_head():
     """PipeOffload, section 5: one layer fewer in the first and the last stage. Its 10.5B model has 38 on 8 devices."""
     assert made(MODELS["pipeoffload-10.5b"], {"pp": 8}, gpu="B200").cuts == (5,) * 8

@@ -52,6 +52,8 @@ class StepReport:
     ----------
     losses
         By micro-batch, of those whose route ends on this rank; None if there are none.
+    step_ms
+        From the beginning of this rank's program to its end, without the optimizer.
     peak_activation_bytes
         What `certify` bounds: saved tensors, and what waits for W. None if the step was not counted.
     host_peak_bytes

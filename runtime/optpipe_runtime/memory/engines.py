@@ -134,7 +134,7 @@ class ThreadEngine:
 
 
 class StreamEngine:
-    """CUDA's engine: a side stream that waits for the compute issued before. Never blocks the host. Not measured."""
+    """CUDA's engine: a side stream that waits for the compute issued before. Never blocks the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._clock = device, Clock(device)
