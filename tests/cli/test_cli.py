@@ -1,5 +1,6 @@
 """Commands for schedule files and the cache, mistakes of users, files that somebody else wrote, and `--help`."""
 
+import ast
 import io
 import json
 import os
@@ -17,10 +18,20 @@ from support.commands import Run
 from support.fakes.scripted_solver import all_forwards_first, one_at_a_time
 from support.problems.chain import chain, one_by_one
 
+import optpipe_cli as cli_package
 from optpipe import Problem, Schedule, ScheduleFile
 from optpipe_cli import cache as cache_commands
 from optpipe_cli.compare import best_published
 from optpipe_cli.output import Plain, new_console
+
+
+def test_no_line_that_is_printed_has_another_in_it():
+    """`echo` prints one line, and shows a newline in it as two characters."""
+    for path in Path(cli_package.__file__).parent.rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+        printed = [call for call in calls if getattr(call.func, "id", getattr(call.func, "attr", "")) == "echo"]
+        parts = [(call.lineno, part) for call in printed for part in ast.walk(call) if isinstance(part, ast.Constant)]
+        assert [(path, line) for line, part in parts if "\n" in str(part.value)] == []
 
 
 def test_pages_are_utf_8_wherever_they_are_written(scripted, small):

@@ -73,6 +73,7 @@ def test_the_main_job(ranks, tmp_path, capsys, monkeypatch, started):
     predicted = [(str(n), each.method, f"{each.makespan_ms:.0f}") for n, each in enumerate(result.schedules, 1)]
     assert re.findall(r"^ (\d+) (\S+) +(\d+) ", printed, re.MULTILINE) == predicted
     assert "memory: measured peaks within the limit in every step\ntime: with the best schedule" in printed
+    assert "\\n" not in printed
 
 
 def test_the_service_of_the_demo(tmp_path):
