@@ -101,7 +101,7 @@ class Evictions(Feature):
             Kind.E: Handler(self._evict, abandon=lambda op, _: self.take_out(self._zeros(op))),
             Kind.L: Handler(self._load, rank.held_bytes, abandon=lambda op, _: self.bring_back(self._zeros(op))),
             Kind.A: self._on_peer(self._accept),
-            Kind.V: self._on_peer(self._vacate),
+            Kind.V: self._on_peer(lambda op: self._free((op.stage, op.microbatch))),
         }
 
     def require(self, schedule: Schedule, layout: Layout) -> None:
@@ -192,9 +192,6 @@ class Evictions(Feature):
         while loaded and (hosted := self._hosted.get(loaded[0])) and hosted.received:
             hosted.returned = self._back[evictor].send(hosted.pieces, evictor, hosted.received)
             loaded.popleft()
-
-    def _vacate(self, op: Op) -> None:
-        self._free((op.stage, op.microbatch))
 
     def _free(self, activation: StageMicrobatch) -> None:
         """V: waits until the bytes have left, and frees the room."""

@@ -6,7 +6,7 @@ Each model chunk of Megatron's is a stage of a `Pipeline`, which has its own mes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ def forward_backward_func(schedule: Schedule, host_memory_bytes: int | None = No
     return ForwardBackward(schedule, host_memory_bytes)
 
 
-class ForwardBackward:
+class ForwardBackward(AbstractContextManager["ForwardBackward"]):
     """Made by `forward_backward_func`. Call it as Megatron's own `forward_backward_func`.
 
     `report` is that of the last step on this rank: its time, and the peaks of activations, host memory and messages, in
@@ -151,9 +151,6 @@ class ForwardBackward:
         """Ends the threads of this rank."""
         if self.pipeline is not None:
             self.pipeline.close()
-
-    def __enter__(self) -> ForwardBackward:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.pipeline is not None:

@@ -14,6 +14,7 @@ keep what they have and log why.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -56,7 +57,7 @@ def collective(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concat
     return together
 
 
-class Pipeline:
+class Pipeline(AbstractContextManager["Pipeline"]):
     """This rank's part of the pipeline. Making one is collective: every rank does it, with the same placement. Raises
     `InputError` on every rank for arguments that are wrong or do not fit together.
 
@@ -425,9 +426,6 @@ class Pipeline:
     def close(self) -> None:
         """Ends the threads of this pipeline, which cannot be used any more."""
         self.runner.close()
-
-    def __enter__(self) -> Pipeline:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:  # this rank does not come back, so the others must not wait

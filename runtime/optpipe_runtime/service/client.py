@@ -21,7 +21,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Unpack
@@ -88,7 +88,7 @@ class Offer:
         return self.schedule.makespan_ms
 
 
-class ScheduleClient:
+class ScheduleClient(AbstractContextManager["ScheduleClient"]):
     """Follows one problem, on a service or on this host. Raises `InputError` if the url or the key cannot be one, or an
     option is unknown or out of range. Whatever goes wrong later is logged.
 
@@ -189,9 +189,6 @@ class ScheduleClient:
         """Stops following; the service ends the search. Waits up to `REPORT_S` if the service is slow or away."""
         self._in_thread(self._closing.set)
         self._thread.join(CLOSE_S)
-
-    def __enter__(self) -> ScheduleClient:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Unpack
@@ -45,7 +46,7 @@ THRESHOLD = 0.2  # of a stage's F + B + W
 MOST_STEPS = 1024  # that one median is over
 
 
-class Follower:
+class Follower(AbstractContextManager["Follower"]):
     """Trains a pipeline by the schedules of a service. Making one, `step` and `close` are collective. Raises
     `InputError` for an argument that cannot be right.
 
@@ -200,9 +201,6 @@ class Follower:
         if self._client is not None:
             self._adoptions.log_if_none(self._count, self._client.why_none)
             self._client.close()
-
-    def __enter__(self) -> Follower:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:  # after a failure other ranks may not take part

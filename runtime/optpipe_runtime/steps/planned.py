@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ class PreparedStep(NamedTuple):
         return self.planned.result()
 
 
-class PlannedSteps:
+class PlannedSteps(AbstractContextManager["PlannedSteps"]):
     """Trains a pipeline with a schedule for every step. Making one and its methods, but `problem`, are collective.
     Raises `InputError` if the pipeline has several routes or `whole_gradients`, or `costs` has other stages.
 
@@ -298,9 +299,6 @@ class PlannedSteps:
         """Ends the threads. Steps that were announced and not run are dropped."""
         if self._rank.team.failure is None:
             self._thread.close()
-
-    def __enter__(self) -> PlannedSteps:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:

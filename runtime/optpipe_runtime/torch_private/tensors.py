@@ -15,33 +15,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor  # w
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-__all__ = [
-    "GROUPED_MM",
-    "AsyncCollectiveTensor",
-    "base",
-    "buffers_of",
-    "compiled_call",
-    "has_hooks",
-    "is_compiled",
-    "is_mapping",
-    "is_wrapped",
-    "local",
-    "makes_new",
-    "must_stay_whole",
-    "parameters_of",
-    "saved_tensors_hooks_in_force",
-    "saves_tensors",
-    "spec",
-    "storage_id",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-    "unview",
-    "version",
-    "without_subclass_functions",
-    "written",
-]
+# Names that are imported for other modules, beside those that are defined here.
+__all__ = ["GROUPED_MM", "AsyncCollectiveTensor", "tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten"]
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
