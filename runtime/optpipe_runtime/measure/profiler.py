@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,20 +42,21 @@ from optpipe_runtime.torch_private.tensors import local
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "offload_bytes", "evict_bytes")
 
 
-def profile(
-    rank: Rank,
-    learner: Learner,
-    batch: Batch,
-    given_budget: int | None,
-    parts: int,
-    repeats: int,
-    stack: str | None = None,
-) -> Measured:
-    """Collective: see `Pipeline.profile`. Without a `given_budget` it is `budget`. Of a whole batch the first
-    micro-batch is used; of micro-batches that are cut already one of each form, one after the other."""
+class Asked(NamedTuple):
+    """Arguments of `Pipeline.profile`."""
+
+    activation_budget_bytes: int | None
+    offload_parts: int
+    repeats: int
+    stack: str | None = None
+
+
+def profile(rank: Rank, learner: Learner, batch: Batch, asked: Asked) -> Measured:
+    """Collective: see `Pipeline.profile`. By default the budget is `budget`. Of a whole batch the first micro-batch is
+    used; of micro-batches that are cut already one of each form, one after the other."""
     if not learner.varies:
         with rank.team.local():
-            return _profile_form(rank, batch, given_budget, parts, repeats, stack)
+            return _profile_form(rank, batch, asked)
     forms, m = rank.forms, rank.layout.microbatches
     if len(rank.layout.routes) > 1:
         raise InputError("profile was given Microbatches: with several routes give whole batches of equal ones")
@@ -65,13 +66,12 @@ def profile(
             one = batch.only([forms.index(form)], m)
             learner.learn(one)
             with rank.team.local():
-                profiles.append(_profile_form(rank, one, given_budget, parts, repeats, stack))
+                profiles.append(_profile_form(rank, one, asked))
     return by_microbatch(profiles, forms)
 
 
-def _profile_form(
-    rank: Rank, batch: Batch, given_budget: int | None, parts: int, repeats: int, stack: str | None
-) -> Measured:
+def _profile_form(rank: Rank, batch: Batch, asked: Asked) -> Measured:
+    given_budget, parts, repeats, stack = asked
     clock = Clock(rank.device)
     data = rank.cut(batch, rank.layout.microbatches)
     # Clones, because a stage or the loss may change them in place in every round.

@@ -33,6 +33,7 @@ from optpipe_runtime.features.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.features.host_updates import HostUpdates
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.measured import Measured
+from optpipe_runtime.measure.profiler import Asked
 from optpipe_runtime.models.part import shared_parameters
 from optpipe_runtime.pipeline.build import Options, make_rank
 from optpipe_runtime.pipeline.post_validation import PostValidation
@@ -420,7 +421,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             "torch": sizes are what PyTorch's own pipelining holds of these stages (`as_torch_holds`).
         """
         batch = self.runner.batch(inputs, targets, kwargs)
-        self.measured = self.runner.profile(batch, activation_budget_bytes, offload_parts, repeats, stack)
+        self.measured = self.runner.profile(batch, Asked(activation_budget_bytes, offload_parts, repeats, stack))
         return self.measured.problem
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.features.host_updates import HostUpdates
 from optpipe_runtime.lowering.prepare import forwards_in_order
 from optpipe_runtime.measure.measured import Measured
-from optpipe_runtime.measure.profiler import profile, require_budget
+from optpipe_runtime.measure.profiler import Asked, profile, require_budget
 from optpipe_runtime.pipeline.build import require_bytes
 from optpipe_runtime.pipeline.post_validation import PostValidation
 from optpipe_runtime.ranks.gradients import Tie
@@ -140,20 +140,16 @@ class StepRunner:
         self.executor.bytes.forget(learned=False)
         return replace(report, version=self.schedules.version)
 
-    def profile(
-        self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int, stack: str | None = None
-    ) -> Measured:
+    def profile(self, batch: Batch, asked: Asked) -> Measured:
         """As `Pipeline.profile`."""
         with self.rank.replicas.gathering():
-            measured = self.profile_in_step(batch, activation_budget_bytes, parts, repeats, stack)
+            measured = self.profile_in_step(batch, asked)
         self.schedules.problem = measured.problem
         return measured
 
-    def profile_in_step(
-        self, batch: Batch, activation_budget_bytes: int | None, parts: int, repeats: int, stack: str | None = None
-    ) -> Measured:
+    def profile_in_step(self, batch: Batch, asked: Asked) -> Measured:
         """The same before a planned step, for this replica alone. The step's schedules need not fit it."""
-        rank = self.rank
+        rank, (activation_budget_bytes, parts, repeats, stack) = self.rank, asked
         rank.cpu_group.require_equal(offload_parts=parts, repeats=repeats, stack=stack)
 
         def require_arguments() -> None:
@@ -169,7 +165,7 @@ class StepRunner:
         if not rank.cpu_group.minimum(self.learner.is_current(batch))[0]:
             self.learn(batch)
         rank.cpu_group.on_each_rank(require_arguments)
-        measured = profile(rank, self.learner, batch, activation_budget_bytes, parts, repeats, stack)
+        measured = profile(rank, self.learner, batch, asked)
         rank.replicas.forget()
         return measured
 

@@ -38,6 +38,7 @@ from optpipe_runtime.execute.batch import Batch, BatchShapes
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import lower, one_at_a_time, require_valid
+from optpipe_runtime.measure.profiler import Asked
 from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.cpu_group import CpuGroup
@@ -128,7 +129,7 @@ class PlannedSteps(AbstractContextManager["PlannedSteps"]):
         rank.cpu_group.on_each_rank(require_arguments)
         self._pipe, self._rank, self._runner = pipe, rank, runner
         self._features = features
-        self._profile_arguments = activation_budget_bytes, offload_parts
+        self._profile = Asked(activation_budget_bytes, offload_parts, REPEATS)
         self._first = pipe.layout.placement[pipe.layout.routes[0][0]]  # the rank that plans
         self._planner = StepPlanner(self._first, costs) if rank.cpu_group.rank == self._first else None
         self._group, self._thread = CpuGroup(rank.team), ThreadEngine()  # to prepare steps
@@ -215,7 +216,7 @@ class PlannedSteps(AbstractContextManager["PlannedSteps"]):
             nonlocal planned
             while isinstance(planned, Unmeasured):
                 some = batch.only(*planned)
-                problem = self._runner.profile_in_step(some, *self._profile_arguments, REPEATS).problem
+                problem = self._runner.profile_in_step(some, self._profile).problem
                 if self._planner is not None:
                     self._planner.add(problem, self._features_of(some))
                 planned = self._begin_to_prepare(announcement._replace(measured=())).wait()
