@@ -17,7 +17,7 @@ from optpipe.formats.stacks import STACKS, restricted
 from optpipe.model.problem import Problem, offload_ratio
 from optpipe.options import CompareOptions, Placements, SearchArguments, SolveOptions
 from optpipe.process.child import Child
-from optpipe.process.protocol import Bound, CompareRequest, Incumbent, Note, Refused
+from optpipe.process.protocol import Bound, CompareRequest, Frame, Incumbent, Note, Refused
 from optpipe.results import Result, merged
 from optpipe.schedule import Schedule
 from optpipe.text import distinct_sizes
@@ -203,16 +203,21 @@ def _generated(problem: Problem, options: CompareOptions) -> Iterator[Row]:
         return
     request = CompareRequest.model_validate({**options.search(), "methods": names or None, "problem": problem})
     with contextlib.closing(Child(solvers.installed().COMPARE, request)) as child:
-        bounds: dict[str, float] = {}
-        for frame in child.frames():
-            if isinstance(frame, Refused):
-                raise InputError(frame.reason)
-            if isinstance(frame, Bound):
-                bounds[frame.method] = frame.lower_bound_ms
-            elif isinstance(frame, Note):
-                yield Row(frame.method, options.placements, reason=frame.text)
-            elif isinstance(frame, Incumbent):
-                yield _verified(frame, problem, options, bounds.get(frame.method))
+        yield from rows_of(child.frames(), problem, options)
+
+
+def rows_of(frames: Iterable[Frame], problem: Problem, options: CompareOptions) -> Iterator[Row]:
+    """The rows of the answer to a `CompareRequest`, each verified. Raises InputError if a method is unknown."""
+    bounds: dict[str, float] = {}
+    for frame in frames:
+        if isinstance(frame, Refused):
+            raise InputError(frame.reason)
+        if isinstance(frame, Bound):
+            bounds[frame.method] = frame.lower_bound_ms
+        elif isinstance(frame, Note):
+            yield Row(frame.method, options.placements, reason=frame.text)
+        elif isinstance(frame, Incumbent):
+            yield _verified(frame, problem, options, bounds.get(frame.method))
 
 
 def _verified(found: Incumbent, problem: Problem, options: CompareOptions, lower_bound_ms: float | None) -> Row:

@@ -16,7 +16,8 @@ from optpipe.evaluate.causes import Causes
 from optpipe.evaluate.objective import gap
 from optpipe.model.arrays import Ints
 from optpipe.model.ops import COMPUTE, INWARD, KINDS, MARKS, Kind
-from optpipe.show.lanes import Scheduled, colour_of, darker, depths, kinds_in, memory_steps, text_colour
+from optpipe.schedule import Schedule
+from optpipe.show.lanes import colour_of, darker, depths, kinds_in, memory_steps, text_colour
 
 # Where an op lies within its device's row: over the whole compute lane, its upper or its lower half, or on the lane of
 # one direction of the links or of the host.
@@ -31,7 +32,7 @@ class OpChange(IntEnum):
     ONLY_HERE = 2  # the other schedule does not have it on this device
 
 
-def changes(schedule: Scheduled, other: Scheduled) -> Ints:
+def changes(schedule: Schedule, other: Schedule) -> Ints:
     """(n,) what distinguishes each op of a schedule from the other: an `OpChange`.
 
     Of each device as few ops as possible are called moved: those without which both programs have the same order, which
@@ -48,7 +49,7 @@ def changes(schedule: Scheduled, other: Scheduled) -> Ints:
     return change
 
 
-def _ops(schedule: Scheduled, device: int) -> dict[int, tuple[int, ...]]:
+def _ops(schedule: Schedule, device: int) -> dict[int, tuple[int, ...]]:
     """The ops of one program that take time, by row. An absent device has none."""
     rows = schedule.timeline.rows
     of_device = rows.of_device(device)
@@ -72,7 +73,7 @@ def _longest_increasing(values: Sequence[int]) -> set[int]:
     return kept
 
 
-def figure(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None) -> dict[str, Any]:
+def figure(schedule: Schedule, before: Schedule | None = None, lower_bound_ms: float | None = None) -> dict[str, Any]:
     """The document of one schedule, or of two with what changed; parameters as of `optpipe.plot`.
 
     Raises InputError for a schedule without ops, and as its timeline does.
@@ -84,7 +85,7 @@ def figure(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms:
 
 
 def side_by_side(
-    schedules: Sequence[Scheduled],
+    schedules: Sequence[Schedule],
     changed: Sequence[NDArray[Any] | None] = (),
     memory: bool = True,
     lower_bound_ms: float | None = None,
@@ -123,7 +124,7 @@ def side_by_side(
     }
 
 
-def _schedule(schedule: Scheduled, changed: NDArray[Any] | None, memory: bool) -> dict[str, Any]:
+def _schedule(schedule: Schedule, changed: NDArray[Any] | None, memory: bool) -> dict[str, Any]:
     compiled, timeline, problem = schedule.compiled, schedule.timeline, schedule.problem
     rows, causes, certificate = timeline.rows, Causes(compiled), compiled.certificate
     colours, of_row = _colours(schedule)
@@ -176,7 +177,7 @@ def _schedule(schedule: Scheduled, changed: NDArray[Any] | None, memory: bool) -
     }
 
 
-def _colours(schedule: Scheduled) -> tuple[list[str], NDArray[Any]]:
+def _colours(schedule: Schedule) -> tuple[list[str], NDArray[Any]]:
     """The colours of a schedule's ops, and (n,) which of them each op has: by its kind and its stage's shade."""
     shades, of_stage = np.unique(depths(schedule.problem), return_inverse=True)
     rows = schedule.timeline.rows
@@ -185,7 +186,7 @@ def _colours(schedule: Scheduled) -> tuple[list[str], NDArray[Any]]:
     return [darker(colour_of(Kind(kind)), float(shades[shade])) for kind, shade in pairs], of_row
 
 
-def _lanes(schedule: Scheduled) -> NDArray[Any]:
+def _lanes(schedule: Schedule) -> NDArray[Any]:
     rows = schedule.timeline.rows
     lane = np.full(len(rows), COMPUTE_LANE)
     lane[rows.first], lane[rows.second] = UPPER, LOWER
@@ -196,7 +197,7 @@ def _lanes(schedule: Scheduled) -> NDArray[Any]:
     return lane
 
 
-def _memory(schedule: Scheduled) -> dict[str, Any]:
+def _memory(schedule: Schedule) -> dict[str, Any]:
     """All devices' steps one after another; those of device d are from `begins[d]` to `begins[d + 1]`."""
     steps = [memory_steps(schedule, device) for device in range(len(schedule.problem.devices))]
     begins = np.cumsum([0, *(len(moments) for moments, _ in steps)])

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.compiled import CompiledSchedule
-from optpipe.evaluate.timeline import Timeline
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import KINDS, MARKS, Kind, Op
 from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
 
 LIGHT, DARK = "#ffffff", "#111111"  # of text on a colour
 DARKEST = 0.42  # the share of black in the colours of a device's last stage
-
-
-class Scheduled(Protocol):
-    """What pictures draw: anything that knows its problem, its compiled programs and its times, such as a schedule."""
-
-    @property
-    def problem(self) -> Problem: ...
-
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def compiled(self) -> CompiledSchedule: ...
-
-    @property
-    def timeline(self) -> Timeline: ...
-
-    @property
-    def makespan_ms(self) -> float: ...
-
-    @property
-    def span_ms(self) -> float: ...
 
 
 class Block(NamedTuple):
@@ -51,7 +28,7 @@ class Block(NamedTuple):
     half: Literal["", "upper", "lower"] = ""
 
 
-def blocks(schedule: Scheduled) -> Iterator[Block]:
+def blocks(schedule: Schedule) -> Iterator[Block]:
     """Every op that takes time, device after device."""
     timeline, depth = schedule.timeline, depths(schedule.problem)
     rows = timeline.rows
@@ -98,7 +75,7 @@ def text_colour(colour: str) -> str:
     return DARK if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.22 else LIGHT
 
 
-def memory_steps(schedule: Scheduled, device: int) -> tuple[Floats, Ints]:
+def memory_steps(schedule: Schedule, device: int) -> tuple[Floats, Ints]:
     """What a device holds at nominal times: (k,) the moments in ms at which it changes, and the bytes from then on."""
     timeline, effects = schedule.timeline, schedule.compiled.effects
     rows = timeline.rows.of_device(device)
@@ -110,13 +87,13 @@ def memory_steps(schedule: Scheduled, device: int) -> tuple[Floats, Ints]:
     return moments[order][last], held[last]
 
 
-def memory_over_time(schedule: Scheduled, device: int) -> list[tuple[float, int]]:
+def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]:
     """`memory_steps` as a list of (ms, bytes held from then on)."""
     moments, held = memory_steps(schedule, device)
     return list(zip(moments.tolist(), held.tolist(), strict=True))
 
 
-def kinds_in(schedule: Scheduled) -> list[Kind]:
+def kinds_in(schedule: Schedule) -> list[Kind]:
     """The kinds of op in a schedule that the legend names."""
     kinds = set(np.unique(schedule.compiled.rows.kind).tolist())
     return [kind for kind in KINDS if kind in kinds - MARKS]

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from optpipe.files import write_file
+from optpipe.schedule import Schedule
 from optpipe.show.figure import figure
-from optpipe.show.lanes import Scheduled
 from optpipe.text import printable
 
 WEB = Path(__file__).parent / "web"
@@ -48,7 +48,7 @@ class Picture:
         )
 
 
-def plot(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None) -> Picture:
+def plot(schedule: Schedule, before: Schedule | None = None, lower_bound_ms: float | None = None) -> Picture:
     """The interactive picture of a schedule: when each op runs, why devices wait, memory within its limit.
 
     Raises as the schedule's timeline does.

@@ -7,15 +7,16 @@ from html import escape
 
 from optpipe.model.ops import KINDS
 from optpipe.model.records import Device
+from optpipe.schedule import Schedule
 from optpipe.show import lanes
-from optpipe.show.lanes import Block, Scheduled, blocks, colour_of, kinds_in
+from optpipe.show.lanes import Block, blocks, colour_of, kinds_in
 from optpipe.text import bytes_text, printable
 
 WIDTH, LEFT, TOP, COMPUTE, TRANSFER, MEMORY, GAP = 1200, 74, 58, 24, 12, 26, 12
 MOST_TITLES = 20_000  # with more blocks there are no tooltips: the file would be too large to open
 
 
-def gantt(schedule: Scheduled, title: str = "", until_ms: float | None = None) -> str:
+def gantt(schedule: Schedule, title: str = "", until_ms: float | None = None) -> str:
     """The picture as SVG text. The time axis ends at `until_ms` at least, so that two can be compared by eye."""
     horizon = max(until_ms or 0.0, schedule.makespan_ms) or 1.0
     scale = (WIDTH - LEFT - 16) / horizon
@@ -39,7 +40,7 @@ def gantt(schedule: Scheduled, title: str = "", until_ms: float | None = None) -
     return "\n".join([*body, "</svg>"]) + "\n"
 
 
-def _head(schedule: Scheduled, title: str) -> Iterator[str]:
+def _head(schedule: Schedule, title: str) -> Iterator[str]:
     name = title or f"{schedule.problem.name or 'schedule'} · {schedule.method}".rstrip(" ·")
     heading = escape(printable(name))  # no markup, and no character that XML does not have
     figures = f"makespan {schedule.makespan_ms:.6g} ms · bubble {schedule.timeline.bubble:.1%}"
@@ -95,7 +96,7 @@ def _tallest(device: Device, peak: int) -> int:
     return max(limit if limit <= 4 * peak else 0, peak, 1)
 
 
-def _memory(schedule: Scheduled, device: int, peak: int, scale: float, horizon: float, top: float) -> Iterator[str]:
+def _memory(schedule: Schedule, device: int, peak: int, scale: float, horizon: float, top: float) -> Iterator[str]:
     limit = schedule.problem.devices[device].activation_budget_bytes
     tallest = _tallest(schedule.problem.devices[device], peak)
     base = top + MEMORY - 4

@@ -6,7 +6,8 @@ import numpy as np
 from rich.text import Text
 
 from optpipe.model.ops import COMPUTE, KINDS, Kind
-from optpipe.show.lanes import Scheduled, blocks, colour_of, kinds_in, memory_steps, several_stages, text_colour
+from optpipe.schedule import Schedule
+from optpipe.show.lanes import blocks, colour_of, kinds_in, memory_steps, several_stages, text_colour
 from optpipe.text import bytes_text
 
 LABEL = 12
@@ -17,7 +18,7 @@ LEVELS = " ▁▂▃▄▅▆▇█"
 Cell = tuple[float, str, str, str]  # how much of a cell its op takes; its digit, style and letter
 
 
-def chart(schedule: Scheduled, width: int = 120, height: int | None = None, colours: bool = True) -> Text:
+def chart(schedule: Schedule, width: int = 120, height: int | None = None, colours: bool = True) -> Text:
     """The chart, `width` characters wide. Of several ops in one cell it shows the one that takes most of it.
 
     Colours distinguish kinds, and a second line for each device shows its memory up to its limit. Without colours the
@@ -56,7 +57,7 @@ def chart(schedule: Scheduled, width: int = 120, height: int | None = None, colo
     return text
 
 
-def _cells(schedule: Scheduled, columns: int) -> list[list[Cell]]:
+def _cells(schedule: Schedule, columns: int) -> list[list[Cell]]:
     cell = schedule.makespan_ms / columns or 1.0
     cells: list[list[Cell]] = [[(0.0, " ", "", " ")] * columns for _ in schedule.problem.devices]
     for block in blocks(schedule):
@@ -70,7 +71,7 @@ def _cells(schedule: Scheduled, columns: int) -> list[list[Cell]]:
     return cells
 
 
-def _memory(schedule: Scheduled, device: int, columns: int) -> str:
+def _memory(schedule: Schedule, device: int, columns: int) -> str:
     """The most that the device holds in each cell, as a share of its limit, or of its peak if that is far below."""
     peak = schedule.compiled.certificate.device[device]
     full = peak.limit if peak.limit and peak.limit <= 4 * peak.bytes else peak.bytes

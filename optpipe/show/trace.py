@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 from optpipe.model.ops import KINDS, Stream
-from optpipe.show.lanes import Scheduled, blocks, memory_over_time
+from optpipe.schedule import Schedule
+from optpipe.show.lanes import blocks, memory_over_time
 
 LANES = [*(stream.value for stream in Stream), "compute, beside the op of a pair"]
 
 
-def trace(schedule: Scheduled) -> str:
+def trace(schedule: Schedule) -> str:
     """The nominal timeline as JSON text. Each device is a process with a thread for each stream, one for the second ops
     of pairs, and a counter for memory.
 

@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from optpipe import solvers
-from optpipe.errors import InputError, OptPipeError, ScheduleError
+from optpipe.comparison import Row, rows_of
+from optpipe.errors import InputError, ScheduleError
 from optpipe.formats import Export, export
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import (
@@ -20,7 +21,6 @@ from optpipe.process.protocol import (
     Frame,
     Incumbent,
     Infeasible,
-    Note,
     OtherStages,
     Programs,
     Refused,
@@ -94,16 +94,10 @@ def published(module: str, request: str) -> str:
     frames: list[Frame] = []
     asked = CompareRequest.model_validate_json(request)
     import_module(module).answer(asked, frames.append)
-    bounds = {frame.method: frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)}
-    rows = []
-    for frame in frames:
-        if isinstance(frame, Refused):
-            raise InputError(f"workbench: {frame.reason}")
-        if isinstance(frame, Incumbent):
-            rows.append(_verified(frame, asked.problem, bounds.get(frame.method)))
-        elif isinstance(frame, Note):
-            rows.append(_row(frame.method, [frame.text]))
-    return _reply(rows)
+    try:
+        return _reply([_compared(row) for row in rows_of(frames, asked.problem, asked)])
+    except InputError as error:
+        raise InputError(f"workbench: {error}") from None
 
 
 def edited(problem: str, schedule: str) -> str:
@@ -145,16 +139,11 @@ def _row(method: str, wrong: list[str], schedule: Schedule | None = None, bound_
     return _Row(shown, schedule)
 
 
-def _verified(incumbent: Incumbent, problem: Problem, bound_ms: float | None) -> _Row:
-    """A method's schedule, verified on the problem."""
-    try:
-        schedule = replace(incumbent.schedule.schedule(problem, incumbent.method), method=incumbent.method)
-        wrong, misfits = schedule.compiled.complaints, schedule.compiled.certificate.complaints()
-    except OptPipeError as error:
-        return _row(incumbent.method, [f"is no schedule: {error}"])
-    if wrong != misfits:
-        return _row(incumbent.method, [f"is no schedule: {wrong[0]}"])
-    return _row(incumbent.method, wrong, schedule, bound_ms)
+def _compared(row: Row) -> _Row:
+    if row.schedule is None:
+        return _row(row.method, [row.reason or ""])
+    schedule = replace(row.schedule, method=row.method)
+    return _row(row.method, schedule.compiled.complaints, schedule, row.lower_bound_ms)
 
 
 class Stored(NamedTuple):

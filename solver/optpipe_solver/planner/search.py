@@ -140,6 +140,7 @@ class PlanSearch:
         self.candidates: list[Candidate] = []
         self._solve, self._side_by_side = solve, side_by_side
         self._clock = Clock(options.time_limit_s)
+        self._only_published = STACKS[question.stack].only_own  # then there is nothing to list and to search
 
     def run(self) -> Plan:
         """Search within the time limit.
@@ -154,7 +155,7 @@ class PlanSearch:
         if runs:
             runs = self._with_today(runs)
         self._publish()
-        if self.question.stack != "megatron":
+        if not self._only_published:
             self._list()
             self._search()
         if self.best is None:
@@ -199,8 +200,7 @@ class PlanSearch:
         be compared with.
         """
         self.phase = "published schedules"
-        only_published = self.question.stack == "megatron"  # it has nothing to list and to search
-        clock = self._counting(*((1.0, 1.0) if only_published else (tuning.PUBLISHED_SHARE, 0.5)))
+        clock = self._counting(*((1.0, 1.0) if self._only_published else (tuning.PUBLISHED_SHARE, 0.5)))
         waiting = [(c.bound_ms, n, False) for n, c in enumerate(self.candidates)]
         first: dict[tuple[int, ...], Candidate] = {}
         for candidate in self.candidates:
@@ -231,7 +231,7 @@ class PlanSearch:
             self._take(candidate, schedule)
             if not self.may_win(candidate):
                 return
-        if self.question.stack == "megatron":  # it has no other schedules
+        if self._only_published:
             candidate.bound_ms = candidate.iteration_ms
 
     def _list(self) -> None:
