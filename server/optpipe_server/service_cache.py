@@ -64,13 +64,11 @@ class TableStorage:
     def similar(self, structure: str, objective: str, most: int) -> Sequence[tuple[str, bytes]]:
         rows = select(schedules.c.problem_sha256, schedules.c.features)
         near = rows.filter_by(structure=structure, objective=objective).order_by(*_LAST_USED).limit(most)
-        with self._database.read() as db:
-            return [(row.problem_sha256, row.features) for row in db.execute(near)]
+        return [(row.problem_sha256, row.features) for row in self._database.rows(near)]
 
     def entries(self) -> Sequence[tuple[str, int]]:
         rows = select(schedules.c.entry, schedules.c.hits).order_by(*_LAST_USED)
-        with self._database.read() as db:
-            return [(row.entry, row.hits) for row in db.execute(rows)]
+        return [(row.entry, row.hits) for row in self._database.rows(rows)]
 
     def swap(self, row: StoredRow, stored: str | None) -> bool:
         if stored is None:

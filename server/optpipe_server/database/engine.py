@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any
 
-from sqlalchemy import URL, Connection, ExceptionContext, event, insert, make_url, select, text, update
+from sqlalchemy import URL, Connection, ExceptionContext, Row, Select, event, insert, make_url, select, text, update
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
 
 from optpipe.errors import InputError
@@ -96,6 +96,11 @@ class Database:
         With SQLite they are one transaction; with PostgreSQL none, and each sees what was committed before it.
         """
         return self._reading.connect()
+
+    def rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
+        """Return all rows of one query, with these values of its parameters."""
+        with self.read() as connection:
+            return connection.execute(query, values).all()
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

@@ -102,11 +102,9 @@ class Jobs:
 
     def job(self, job_id: str) -> Row[Any]:
         """Return a job. Raises `MissingError`."""
-        with self._database.read() as db:
-            job = db.execute(_JOB, {"job": job_id}).one_or_none()
-        if job is None:
+        if not (found := self._database.rows(_JOB, job=job_id)):
             raise MissingError(NO_JOB)
-        return job
+        return found[0]
 
     def problem(self, job: Row[Any]) -> str:
         """Return the text of a job's current problem. Raises `MissingError` if the job was deleted meanwhile."""
@@ -122,8 +120,7 @@ class Jobs:
 
         None is missing of the incumbents that the job's `last_seq` counts.
         """
-        with self._database.read() as db:
-            job = db.execute(_JOB, {"job": job_id}).one_or_none()
+        job = next(iter(self._database.rows(_JOB, job=job_id)), None)
         return job, self.incumbents(job_id, after) if job and job.last_seq > after else ()
 
     def page(self, state: State | None, before: int | None, limit: int) -> Sequence[Row[Any]]:
@@ -134,37 +131,31 @@ class Jobs:
             query = query.where(jobs.c.state == state)
         if before is not None:
             query = query.where(jobs.c.number < before)
-        with self._database.read() as db:
-            return db.execute(query.order_by(jobs.c.number.desc()).limit(limit)).all()
+        return self._database.rows(query.order_by(jobs.c.number.desc()).limit(limit))
 
     def incumbents(self, job_id: str, after: int = 0) -> Sequence[Row[Any]]:
         """Return the incumbents numbered above `after`, in order, each with its adoption and without its programs."""
-        with self._database.read() as db:
-            return db.execute(_INCUMBENTS, {"job": job_id, "after": after}).all()
+        return self._database.rows(_INCUMBENTS, job=job_id, after=after)
 
     def bounds(self, job_id: str) -> Sequence[Row[Any]]:
         """Return the lower bounds of the job's problems, in order."""
         of_job = select(bounds).where(bounds.c.job == job_id)
-        with self._database.read() as db:
-            return db.execute(of_job.order_by(bounds.c.problem_version, bounds.c.lower_bound_ms)).all()
+        return self._database.rows(of_job.order_by(bounds.c.problem_version, bounds.c.lower_bound_ms))
 
     def incumbent(self, job_id: str, seq: int) -> Row[Any] | None:
         """Return one incumbent with its programs and its problem."""
-        with self._database.read() as db:
-            following = db.execute(_INCUMBENT, {"job": job_id, "after": seq - 1}).one_or_none()
-        return following if following is not None and following.seq == seq else None
+        following = self._database.rows(_INCUMBENT, job=job_id, after=seq - 1)
+        return following[0] if following and following[0].seq == seq else None
 
     def versions(self, job_ids: Collection[str]) -> dict[str, int]:
         """Return the versions of these jobs by id; purged jobs are missing."""
         of_jobs = select(jobs.c.id, jobs.c.version).where(jobs.c.id.in_(job_ids))
-        with self._database.read() as db:
-            return {row.id: row.version for row in db.execute(of_jobs)}
+        return {row.id: row.version for row in self._database.rows(of_jobs)}
 
     def log(self, job_id: str, after: int, limit: int) -> Sequence[Row[Any]]:
         """Return the lines of the job's log numbered above `after`, oldest first."""
         lines = select(log).where(log.c.job == job_id, log.c.number > after).order_by(log.c.number).limit(limit)
-        with self._database.read() as db:
-            return db.execute(lines).all()
+        return self._database.rows(lines)
 
     def queue(self) -> tuple[Sequence[tuple[str, str | None]], int]:
         """Return the running jobs (id and worker), and how many jobs wait."""
@@ -176,8 +167,7 @@ class Jobs:
     def count(self) -> dict[State, int]:
         """Count the jobs by state."""
         by_state = select(jobs.c.state, func.count().label("n")).group_by(jobs.c.state)
-        with self._database.read() as db:
-            return {row.state: row.n for row in db.execute(by_state)}
+        return {row.state: row.n for row in self._database.rows(by_state)}
 
     def submitted(self, idempotency_key: str, body_sha256: str) -> str | None:
         """Return the id of the job submitted under this idempotency key. Raises `KeyReusedError` if its body was
@@ -268,13 +258,11 @@ class Jobs:
     def cancel_gone(self, since: str) -> None:
         """Cancel the open jobs whose lease is over. Renewals could be read only `since` then."""
         of_open = select(tables.leases).join(jobs).where(jobs.c.state.in_(OPEN), jobs.c.cancel_requested.is_(False))
-        with self._database.read() as db:
-            leases = db.execute(of_open).all()
-        for job_id, lease_s, renewed_at in leases:
-            until = datetime.fromisoformat(max(renewed_at, since)) + timedelta(seconds=lease_s)
+        for lease in self._database.rows(of_open):
+            until = datetime.fromisoformat(max(lease.renewed_at, since)) + timedelta(seconds=lease.lease_s)
             if until < datetime.now(UTC):
                 with suppress(MissingError):  # it was purged meanwhile
-                    self.cancel(job_id, GONE)
+                    self.cancel(lease.job, GONE)
 
     def extend(self, job_id: str, time_limit_s: float, if_version: int) -> None:
         """Give an open job more time. Raises `StaleError` if the job's version is not `if_version`, `ConflictError` if
@@ -410,8 +398,7 @@ def prune(database: Database, kept: Retention) -> int:
     last = func.row_number().over(order_by=(jobs.c.ended_at.desc(), jobs.c.number.desc()))
     over = select(jobs.c.number, jobs.c.ended_at, last.label("place")).where(jobs.c.ended_at.is_not(None)).subquery()
     not_kept = or_(over.c.place > kept.most, over.c.ended_at < kept.since)
-    with database.read() as db:
-        old = db.execute(select(over.c.number, over.c.ended_at).where(not_kept).limit(PRUNED_AT_ONCE)).all()
+    old = database.rows(select(over.c.number, over.c.ended_at).where(not_kept).limit(PRUNED_AT_ONCE))
     if not old:
         return 0
     with database.write() as db:  # not those that go on or have ended again meanwhile

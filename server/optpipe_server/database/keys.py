@@ -75,8 +75,7 @@ class Keys:
     def read(self) -> KnownKeys:
         """Return the keys, to check texts against. Revoked ones count as `any`: a service does not open when its last
         key is revoked."""
-        with self._database.read() as db:
-            rows = db.execute(select(keys)).all()
+        rows = self._database.rows(select(keys))
         callers = {
             row.id: (row.secret_sha256, Caller(row.name, frozenset(row.scopes.split())))
             for row in rows
@@ -88,8 +87,7 @@ class Keys:
         """Return all keys without their secrets, oldest first: id, name, scopes (separated by spaces), created_at,
         revoked_at."""
         shown = [column for column in keys.c if column.name != "secret_sha256"]
-        with self._database.read() as db:
-            return db.execute(select(*shown).order_by(keys.c.created_at, keys.c.id)).all()
+        return self._database.rows(select(*shown).order_by(keys.c.created_at, keys.c.id))
 
     def revoke(self, key_id: str) -> None:
         """Revoke a key; again, it changes nothing. Raises `InputError` if there is no such key."""

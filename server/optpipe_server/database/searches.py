@@ -116,8 +116,7 @@ class Searches:
         columns = jobs.c.id, jobs.c.attempt, jobs.c.cancel_requested
         of_claims = jobs.c.id.in_([claim.job_id for claim in claims]), jobs.c.state == "running"
         held = {(claim.job_id, claim.attempt) for claim in claims}
-        with self._database.read() as db:
-            rows = db.execute(select(*columns).where(*of_claims)).all()
+        rows = self._database.rows(select(*columns).where(*of_claims))
         return {row.id: row.cancel_requested for row in rows if (row.id, row.attempt) in held}
 
     def store_spent(self, claim: Claim, spent_s: float) -> None:
