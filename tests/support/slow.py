@@ -30,7 +30,7 @@ PATTERNS = (
     # Other projects' programs, and their readers
     "runtime/test_torch_pipelining.py*",
     "runtime/test_megatron.py*",
-    "runtime/test_split.py::test_*compiled*",
+    "runtime/test_compiled_stages.py::test_*compiled*",
     # Pages and examples of the docs
     "docs/test_blocks.py*",
     # What several new processes do

@@ -52,6 +52,11 @@ class Odd(nn.Module):
         return self.layers(x)
 
 
+def whole_bytes(s: int, stages: int = 4) -> int:
+    """Of all parameters of a stage."""
+    return sum(parameter.nbytes for parameter in make_stages(stages)[s].parameters())
+
+
 @cache
 def mesh() -> DeviceMesh:
     """Two replicas of two ranks each: ranks 0 and 1, ranks 2 and 3."""
