@@ -31,3 +31,12 @@ def solver() -> Iterator[Solver]:
     """The MILP in a process of its own."""
     with solver_process() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def few_choices() -> Iterator[None]:
+    """The planner's micro-batches have one or two sequences, and devices two chunks at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "MICROBATCH_SIZES", (1, 2))
+        patch.setattr(tuning, "CHUNKS", 2)
+        yield
