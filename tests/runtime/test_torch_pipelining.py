@@ -6,34 +6,35 @@ micro-batches at the end of a step.
 """
 
 import re
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from support import problems, tables
 from support.close import joined, require_close
 from support.problems.published import Case, published
 from support.ranks import cases as rank_cases
 from support.ranks import programs as rank_programs
 from support.ranks import systems as rank_systems
-from support.ranks.cases import batch, loss_fn, own, plain_training
-from support.ranks.replicas import gradients, wrapped
-from support.ranks.systems import Outcome, model
+from support.ranks.cases import batch, plain_training
+from support.ranks.systems import Outcome
+from support.ranks.torch_pipelining import (
+    Offloaded,
+    Rows,
+    evaluated_after_a_step,
+    in_replicas,
+    profiled_for_torch,
+    refusal,
+    run_all,
+    run_offloaded,
+    run_paced,
+    traced,
+    traced_by,
+)
 from support.ranks.worker import Ranks
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _ComputationType, _PipelineScheduleRuntime
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.pipelining.schedules import _ComputationType
 
 from examples import paced
 from optpipe import (
@@ -51,235 +52,13 @@ from optpipe.errors import InputError
 from optpipe.measured.readers import RunFacts
 from optpipe.measured.readers.torch_trace import TorchTrace
 from optpipe.model.ops import Kind
-from optpipe_runtime import Layout, Pipeline, name_ranges, torch_schedule
+from optpipe_runtime import Layout
 from optpipe_runtime.lowering.prepare import one_at_a_time
-from optpipe_runtime.memory.activation import StorageRef, storage_key
-from optpipe_runtime.memory.host_memory import PAGE
 from optpipe_solver import heuristics
 from optpipe_solver.systems import generate
 
 # Torch 2.11 lets neighbouring stages on one rank meet by messages in the first step, which gloo does not send.
 NEIGHBOURS_APART = torch.__version__.startswith("2.11.")
-
-
-class Rows(NamedTuple):
-    """A file of one row a rank, and the sizes of its schedule."""
-
-    path: Path
-    form: str
-    placement: tuple[int, ...]
-    microbatches: int
-
-
-CPU = torch.device("cpu")
-
-
-def stages_of(modules: dict[int, nn.Module], count: int, group: Any = None) -> list[PipelineStage]:
-    return [PipelineStage(module, s, count, CPU, group=group) for s, module in modules.items()]
-
-
-def take_step(
-    run: Callable[..., object], owned: Collection[int], count: int, data: Sequence[Tensor], **how: Any
-) -> None:
-    """A step of torch's, which takes inputs where the first stage is, and targets where the last is."""
-    inputs, targets = data
-    run(*([inputs] if 0 in owned else []), target=targets if count - 1 in owned else None, **how)
-
-
-def run_all(files: Sequence[Rows], sharded: bool = False, blocks: bool = False) -> list[tuple[Outcome, str]]:
-    """The outcome of each file, and the rows that torch has read, as it writes them. `sharded`: in two equal pipelines,
-    which shard every stage among them (FSDP2), `blocks` on their own, too, and get the same batch."""
-    return [step(file, two_pipelines() if sharded else None, blocks) for file in files]
-
-
-def two_pipelines() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
-
-
-def step(file: Rows, mesh: DeviceMesh | None = None, blocks: bool = False) -> tuple[Outcome, str]:
-    group = None if mesh is None else mesh.get_group("pp")
-    count = len(file.placement)
-    modules = own(model(count), file.placement, group)
-    if mesh is not None:
-        for module in modules.values():
-            for part in (*(module.children() if blocks else ()), module):
-                fully_shard(part, mesh=mesh["dp"])
-    runtime = _PipelineScheduleRuntime(stages_of(modules, count, group), file.microbatches, loss_fn)
-    runtime._load_csv(str(file.path), format=file.form)
-    losses: list[Tensor] = []
-    take_step(runtime.step, modules, count, batch(0, file.microbatches), losses=losses)
-    written = file.path.with_suffix(f".{dist.get_rank()}")
-    runtime._dump_csv(str(written), format=file.form)
-    found = {j: loss.item() for j, loss in enumerate(losses)}
-    return Outcome(found, gradients(modules)), written.read_text()
-
-
-def traced(file: Rows, steps: int) -> Path:
-    """A trace of some steps of these rows by torch.profiler, beside the file; without the first step."""
-    step(file)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(steps):
-            step(file)
-    path = file.path.with_suffix(f".trace-{dist.get_rank()}.json")
-    profiler.export_chrome_trace(str(path))
-    return path
-
-
-def traced_by(name: str, plan: str, path: Path, named: bool = False) -> Path:
-    """A trace of some steps by a schedule of torch with this name, after the first: t a training step, e an
-    evaluation."""
-    rank, ranks, microbatches = dist.get_rank(), dist.get_world_size(), 4
-    kind = schedules.get_schedule_class(name)
-    mine = [rank] if issubclass(kind, PipelineScheduleSingle) else [rank, rank + ranks]
-    count = ranks * len(mine)
-    stages = stages_of({s: module for s, module in enumerate(model(count)) if s in mine}, count)
-    schedule = kind(stages[0] if len(stages) == 1 else stages, microbatches, loss_fn)
-    if named:
-        name_ranges(*stages)
-    data = batch(0, microbatches)
-    take_step(schedule.step, mine, count, data)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for letter in plan:
-            take_step(schedule.step if letter == "t" else schedule.eval, mine, count, data)
-    path = path.with_suffix(f".{rank}.json")
-    profiler.export_chrome_trace(str(path))
-    return path
-
-
-class Offloaded(NamedTuple):
-    """The second step by `torch_schedule` on one rank."""
-
-    outcome: Outcome
-    peak_bytes: int
-    certified_bytes: int
-    activation_bytes: dict[int, int]
-    saved_for_weight_bytes: dict[int, int]
-    host_peak_bytes: int
-    alive_bytes: int  # the most that a count of its own finds
-
-
-def run_offloaded(schedules: Sequence[Schedule]) -> list[Offloaded]:
-    return [_offloaded(schedule) for schedule in schedules]
-
-
-def _offloaded(schedule: Schedule) -> Offloaded:
-    layout = Layout.from_problem(schedule.problem)
-    count, m = len(layout.placement), layout.microbatches
-    modules = own(model(count), layout.placement)
-    runtime = torch_schedule(schedule, stages_of(modules, count), loss_fn)
-    for _ in range(2):  # in the second one gradients have their memory already
-        for module in modules.values():
-            module.zero_grad(set_to_none=False)
-        losses: list[Tensor] = []
-        with (alive := Alive()):
-            take_step(runtime.step, modules, count, batch(0, m), losses=losses, return_outputs=False)
-    runtime.close()
-    return Offloaded(
-        Outcome({j: loss.item() for j, loss in enumerate(losses)}, gradients(modules)),
-        runtime.peak_bytes,
-        runtime.certified_bytes,
-        runtime.activation_bytes,
-        runtime.saved_for_weight_bytes,
-        runtime.host_peak_bytes,
-        alive.most,
-    )
-
-
-def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]:
-    """By step, but the first, its time on this rank in ms. Stages and copies sleep as long as they are to take."""
-    layout, rank = Layout.from_problem(schedule.problem), dist.get_rank()
-    modules = {s: paced.SleepingStage(times) for s, place in enumerate(layout.placement) if place == rank}
-    count = len(layout.placement)
-    runtime = torch_schedule(schedule, stages_of(modules, count), paced.loss)
-    link = runtime._link
-    link.out = link.back = paced.PacedEngine(link.out, times.copy)
-    batch = torch.zeros(layout.microbatches * paced.SHAPE[0], paced.SHAPE[1], requires_grad=True)
-    found = []
-    for _ in range(1 + steps):
-        dist.barrier()
-        began = time.perf_counter()
-        take_step(runtime.step, modules, count, (batch, batch), losses=[], return_outputs=False)
-        found.append((time.perf_counter() - began) * 1e3)
-    runtime.close()
-    return found[1:]
-
-
-def in_replicas(schedule: Schedule) -> dict[str, Any]:
-    """Gradients of one step by `torch_schedule`, with stages in DDP and other data in each of two pipelines."""
-    mesh, layout = two_pipelines(), Layout.from_problem(schedule.problem)
-    count, m, group = len(layout.placement), layout.microbatches, mesh.get_group("pp")
-    modules = own(model(count), layout.placement, group)
-    in_ddp = {s: wrapped(module, "ddp", mesh["dp"]) for s, module in modules.items()}
-    runtime = torch_schedule(schedule, stages_of(in_ddp, count, group), loss_fn)
-    take_step(runtime.step, modules, count, batch(mesh["dp"].get_local_rank(), m), losses=[])
-    runtime.close()
-    return gradients(modules)
-
-
-def evaluated_after_a_step(schedule: Schedule) -> bool:
-    """Whether gradients are after an evaluation what they were before."""
-    layout = Layout.from_problem(schedule.problem)
-    count, m = len(layout.placement), layout.microbatches
-    modules = own(model(count), layout.placement)
-    runtime = torch_schedule(schedule, stages_of(modules, count), loss_fn)
-    take_step(runtime.step, modules, count, batch(0, m), losses=[])
-    before = {name: gradient.copy() for name, gradient in gradients(modules).items()}
-    take_step(runtime.eval, modules, count, batch(1, m), losses=[])
-    runtime.close()
-    return all(np.array_equal(gradient, before[name]) for name, gradient in gradients(modules).items())
-
-
-def profiled_for_torch(placement: Sequence[int], microbatches: int) -> Problem:
-    """By `Pipeline.profile`, of the stages that `run_offloaded` trains."""
-    with Pipeline(own(model(len(placement)), placement), placement, loss_fn, microbatches) as pipe:
-        return pipe.profile(*batch(0, microbatches), activation_budget_bytes=10**9, repeats=1, stack="torch")
-
-
-def alone() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pp", "dp"))["dp"]
-
-
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "": lambda module: module,
-    "ddp": lambda module: nn.Sequential(wrapped(module, "ddp", alone())),
-    "fsdp": lambda module: nn.Sequential(fully_shard(module, mesh=alone())),
-    "compiled": lambda module: nn.Sequential(module.compile() or module),
-}
-
-
-def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0, wrapper: str = "") -> str:
-    """What `torch_schedule` says to stages that are elsewhere than the schedule's, wrapped, or in a step with so many
-    rows."""
-    count = len(placement)
-    mine = {s: WRAPPERS[wrapper](module) for s, module in own(model(count), placement).items()}
-    try:
-        runtime = torch_schedule(schedule, stages_of(mine, count), loss_fn)
-        take_step(runtime.step, mine, count, [part[:rows] for part in batch(0, rows)])
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages that were made in it and still live, after every operation; without the pages of
-    the host pool, which are larger than any tensor here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, StorageRef] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                ref = StorageRef(tensor.untyped_storage())
-                if ref.nbytes < PAGE["cpu"] and ref.key not in given:  # what ops change in place was there before
-                    self._made[ref.key] = ref
-        self._made = {key: ref for key, ref in self._made.items() if ref.alive}
-        self.most = max(self.most, sum(ref.nbytes for ref in self._made.values()))
-        return result
 
 
 # Torch 2.15 wants waits among the messages.
