@@ -12,9 +12,11 @@ from support.examples import examples
 from support.problems import with_budgets
 from support.problems.strategies import looped
 from support.problems.units import ACTIVATION, peaks, unevenly, units
+from support.tables import table
 
 from optpipe import InputError, Kind, Op, Problem, Schedule, check
 from optpipe.model.program import of_kinds
+from optpipe_solver import heuristics
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.pipeoffload import fill, pipe_offload, staggered, uniform_block
 
@@ -287,6 +289,16 @@ def test_algorithm_1_finds_the_best_tolerance_of_figure_4() -> None:
     each = [generate(f"algorithm-1:tolerance={T}", problem).makespan_ms for T in range(100)]
     assert generate("algorithm-1", problem).makespan_ms == min(each) == generate("po-f", problem, "all").makespan_ms
     assert (min(each), max(each)) == (24, each[0]) == (24, 34)
+
+
+def test_the_page_has_what_algorithm_1_takes() -> None:
+    rows = table("systems/pipeoffload.md", "problem")
+    assert len(rows) == 2
+    for name, *shown in rows:
+        problem = Problem.load(DOCS.parent / "examples" / "problems" / f"{name}.json")
+        schedules = [generate(each, problem, "all") for each in ("algorithm-1:tolerance=0", "algorithm-1", "po-f")]
+        schedules.append(heuristics.generate("adaoffload", problem))
+        assert shown == [f"{schedule.makespan_ms:g}" for schedule in schedules]
 
 
 def test_a_tolerance_whose_schedule_fits_comes_before_a_shorter_one_that_does_not() -> None:
