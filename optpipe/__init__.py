@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from optpipe.evaluate.timeline import DeadlockError, Timeline
     from optpipe.formats import export_schedule, import_schedule, leave_out_offload
     from optpipe.formats.torch_memory import as_torch_holds, whole_backwards
+    from optpipe.lift import with_host_updates
     from optpipe.measured.convert import problem_from
     from optpipe.measured.estimate import Measurements
     from optpipe.model.ops import Kind, Op, Pair
@@ -39,6 +40,7 @@ _NAMES = {
     "evaluate.timeline": "DeadlockError Timeline",
     "formats": "export_schedule import_schedule leave_out_offload",
     "formats.torch_memory": "as_torch_holds whole_backwards",
+    "lift": "with_host_updates",
     "measured.convert": "problem_from",
     "measured.estimate": "Measurements",
     "model.ops": "Kind Op Pair",
@@ -55,7 +57,7 @@ __all__ = [
     "OptPipeError", "Pair", "Problem", "Program", "Result", "Schedule", "ScheduleError", "ScheduleFile",
     "SolverError", "Stage", "Timeline", "as_torch_holds", "certify", "check", "compare", "estimated_offload_ratio",
     "export_schedule", "import_schedule", "improve", "leave_out_offload", "offload_ratio", "plot", "problem_from",
-    "simulate", "solve", "whole_backwards",
+    "simulate", "solve", "whole_backwards", "with_host_updates",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""`lift`: from times to programs, and `prune`: offloads that buy nothing go.
+"""`lift`: from times to programs; `prune`: offloads that buy nothing go; `with_host_updates`: optimizers on the host.
 
 A solver that works with start times gets a schedule that runs no later. All ops are put in one global order, by start,
 that keeps precedence. Whatever a program adds (a transfer waits for the compute op before it, a compute op for the drop
@@ -7,18 +7,23 @@ before it) points forward in that order, so the programs cannot deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from optpipe.errors import InputError
 from optpipe.evaluate.graph import nominal_ms
+from optpipe.evaluate.objective import reaches
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import NONE, Flags, Floats, Ints, Table
 from optpipe.model.costs import FORWARDS, GRADIENTS
-from optpipe.model.ops import BACKWARD, COMPUTE, TRANSFERS, Kind, Op
+from optpipe.model.ops import BACKWARD, COMPUTE, INWARD, OPTIMIZER, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, link_orders, of_kinds
 from optpipe.schedule import Schedule
@@ -229,3 +234,73 @@ def prune(schedule: Schedule) -> Schedule:
         return table[~(moves & useless[table[:, STAGE], table[:, MICROBATCH], part])]
 
     return schedule.with_tables(useful) if useless.any() else schedule
+
+
+def without_host_updates(schedule: Schedule) -> Schedule:
+    """The same schedule without the ops G, U and P."""
+    return schedule.with_tables(lambda table: table[~of_kinds(table, *OPTIMIZER)])
+
+
+def with_host_updates(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
+    """The same schedule with the optimizers of some stages on the host (Chronos-Offload, Lin et al. 2025, section 5).
+
+    A list scheduler places G, U and P: each takes the first time when its link or host is idle for long enough between
+    the transfers there, P in the order in which stages first need them, G and U in the order in which their backwards
+    end. A P that finds none before its stage's first F comes right before it, and may delay it. All other ops keep
+    their order; activation memory is no more than before.
+
+    Parameters
+    ----------
+    stages
+        By default all with `update_ms`. Other G, U and P of the schedule are removed.
+
+    Raises
+    ------
+    InputError
+        If one of the stages has no `update_ms`.
+    ScheduleError
+        If the schedule cannot run.
+    """
+    problem, schedule = schedule.problem, without_host_updates(schedule)
+    costs, compiled, timeline = problem.costs, schedule.compiled, schedule.timeline
+    chosen = sorted(set(np.flatnonzero(costs.can_update).tolist() if stages is None else stages))
+    for s in chosen:
+        if not (0 <= s < len(problem.stages) and costs.can_update[s]):
+            raise InputError(f"stages[{s}].update_ms is missing: its optimizer cannot run on the host")
+    rows, full_duplex = timeline.rows, problem.transfer_mode == "full_duplex"
+    busy: dict[tuple[int, ...], list[tuple[float, float]]] = defaultdict(list)  # by device, or by link and way
+
+    def stream(kind: int, d: int) -> list[tuple[float, float]]:
+        return busy[(d,) if kind == Kind.U else (int(costs.link[d]), full_duplex and kind in INWARD)]
+
+    for row in np.flatnonzero(rows.on_host_link).tolist():
+        insort(stream(rows.kind[row], rows.device[row]), (float(timeline.start[row]), float(timeline.end[row])))
+    needed, ended = np.full(len(problem.stages), np.inf), np.zeros(len(problem.stages))
+    forwards, backwards = rows.of_kinds(Kind.F), rows.of_kinds(Kind.BW, Kind.W)
+    np.minimum.at(needed, rows.stage[forwards], timeline.start[forwards])
+    np.maximum.at(ended, rows.stage[backwards], timeline.end[backwards])
+    placed: list[tuple[Kind, int, float]] = []
+
+    def place(kind: Kind, s: int, ready: float, latest: float = np.inf) -> float:
+        """Take the first time that is free from `ready` on, and return its end."""
+        transfers, ms = stream(kind, int(costs.device[s])), float(costs.ms[kind, s, 0])
+        for start, end in transfers:
+            if reaches(ready + ms, start):
+                break
+            ready = max(ready, end)
+        insort(transfers, (ready, ready + ms))
+        placed.append((kind, s, min(ready, latest)))
+        return ready + ms
+
+    for s in sorted(chosen, key=needed.__getitem__):
+        place(Kind.P, s, 0.0, latest=float(needed[s]))
+    for s in sorted(chosen, key=lambda s: (ended[s], -s)):
+        place(Kind.U, s, place(Kind.G, s, float(ended[s])))
+    # A transfer stands behind the ops that have ended when it starts; of what is at one moment P comes first, G last.
+    added = np.array([(kind, s, 0, 0, 0) for kind, s, _ in placed], dtype=np.int32).reshape(-1, 5)
+    table, device = np.concatenate([rows.table, added]), np.r_[rows.device, costs.device[added[:, STAGE]]]
+    rank = np.r_[compiled.places, np.where(added[:, KIND] == Kind.P, -1, len(rows))]
+    at = np.r_[np.where(rows.transfer, timeline.start, timeline.end), [begin for *_, begin in placed]]
+    order = np.lexsort((rank, at))
+    merged = Schedule.in_order(problem, table[order], device[order])
+    return replace(schedule, programs=merged.programs, links=merged.links)

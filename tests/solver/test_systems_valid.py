@@ -18,7 +18,7 @@ from optpipe_solver.systems.classic import one_f_one_b
 COSTS: dict[str, Any] = {"recompute": (1, 0), "offload": (0.5, 0.5, ACTIVATION), "update": (1, 2, 1)}
 METHODS = [*SYSTEMS, "1f1b-recompute:every=2", "algorithm-1:tolerance=9", "chronos-recomp:recomputed=2"]
 METHODS += ["chronos-zero2:group=5"]
-ORDERED_BY_TIMES = ("po-h", "po-f", "algorithm-1", "v-auto")
+ORDERED_BY_TIMES = ("po-h", "po-f", "algorithm-1", "v-auto", "chronos-recomp")
 
 
 def stages_for(system: System, draw: Any, p: int, m: int) -> tuple[Problem, Problem]:
@@ -81,7 +81,7 @@ ON_HOST = units(4, 8, v=2, update=(1, 1, 1))
         (
             "chronos-offload",
             LOOPED,
-            "stages[4].update_ms is missing: chronos-offload updates stages 4 to 7 on the host",
+            "stages[4].update_ms is missing: its optimizer cannot run on the host",
         ),
         (
             "chronos-offload:chunks=2",

@@ -10,16 +10,18 @@ which each chunk is launched: no two in the same beat modulo v, or they collide 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
+from math import ceil
 
 import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import reaches
-from optpipe.model.ops import BACKWARD, OPTIMIZER, Kind, Op
+from optpipe.lift import with_host_updates, without_host_updates
+from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, PART, STAGE, Program, of_kinds
+from optpipe.model.program import KIND, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, repeat, slots
 from optpipe_solver.systems.system import (
@@ -27,12 +29,11 @@ from optpipe_solver.systems.system import (
     count_chunks,
     count_devices,
     distinct_slots,
-    in_order,
     published,
     require_recomputation,
 )
 
-F, C, BW = 1, 1, 2  # units that each lasts
+F, BW = 1, 2  # units that each lasts
 
 
 @published("chronos", "Lin et al. 2025 (Chronos-Pipe), section 4.1", least=2, most=None, chunks=2)
@@ -51,29 +52,32 @@ def chronos_recomp(problem: Problem, recomputed: int = 1, level: int = 0) -> Sch
     """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are recomputed just before their backwards, by
     this `level` of their stages.
 
-    The beats of these backwards are C longer. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they
-    would come too early (appendix A, Eq. 8).
+    The beats of these backwards are longer by the c units that the longest of them recomputes, at most by one, a full
+    forward. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they would come too early (appendix A,
+    Eq. 8).
 
-    For v = 2 and p > 1 at most 6p + 7(m-1) units, less by up to a period where chunk 1's first backward has to wait for
-    its beat. Device s holds floor((p-s)/2) + 1 activations, the one that is computed again included.
+    For v = 2 and p > 2 at most 6p + (6+c)(m-1) units, less by up to a period where chunk 1's first backward has to wait
+    for its beat. Device s holds floor((p-s)/2) + 1 activations, the one that is computed again included.
     """
     p, v = count_devices(problem), count_chunks(problem)
     if not 1 <= recomputed <= v:
         raise InputError(f"recomputed = {recomputed}: expected 1 to {v}, the chunks of a device")
     shallow = range(recomputed * p)
     require_recomputation(problem, shallow, level, f"chronos-recomp recomputes stages 0 to {shallow[-1]}")
+    again_ms, forward_ms = problem.costs.levels.recompute_ms[level, shallow], problem.costs.ms[Kind.F, shallow]
+    c = ceil(64 * min(1.0, float(again_ms.max()) / (float(forward_ms.max()) or 1.0))) / 64
     there, back = _launches(p, v)
-    beats = _Beats([F + BW + C * (n in {b % v for b in back[:recomputed]}) for n in range(v)])
-    for c in range(1, v):
-        there[c] = beats.first(there[c], beats.start(there[c - 1] + p - 1) + F - BW * (p - 1))
+    beats = _Beats([F + BW + c * (n in {b % v for b in back[:recomputed]}) for n in range(v)])
+    for k in range(1, v):
+        there[k] = beats.first(there[k], beats.start(there[k - 1] + p - 1) + F - BW * (p - 1))
     back[-1] = there[-1] + p - 1
-    for c in reversed(range(v - 1)):
-        back[c] = beats.first(back[c] + 1, beats.start(back[c + 1] + 1) + BW * p) - 1
+    for k in reversed(range(v - 1)):
+        back[k] = beats.first(back[k] + 1, beats.start(back[k + 1] + 1) + BW * p) - 1
     table, start = slots(_block(p, there, back, beats), [beats.start(v * j) for j in range(problem.microbatches)])
     backward = np.flatnonzero(of_kinds(table, Kind.BW) & (table[:, STAGE] < len(shallow)))
     again = table[backward]
     again[:, KIND], again[:, PART] = Kind.C, level
-    return by_slot(problem, np.concatenate([table, again]), np.r_[start, start[backward] - C])
+    return by_slot(problem, np.concatenate([again, table]), np.r_[start[backward] - c, start])
 
 
 @published("chronos-zero2", "Lin et al. 2025, section 4.3", least=2, most=None, chunks=2)
@@ -92,15 +96,15 @@ def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
 
 @dataclass(frozen=True)
 class _Beats:
-    """How many units each beat lasts, repeated; the first starts at 0."""
+    """How many units each beat lasts, repeated; the first starts at 0. Whole 64ths, so that sums are exact."""
 
-    lasts: Sequence[int]
+    lasts: Sequence[float]
 
-    def start(self, n: int) -> int:
+    def start(self, n: int) -> float:
         rounds, rest = divmod(n, len(self.lasts))
         return rounds * sum(self.lasts) + sum(self.lasts[:rest])
 
-    def first(self, like: int, ready: int) -> int:
+    def first(self, like: int, ready: float) -> int:
         """Return the first beat that starts at `ready` or later and is `like` one modulo their number."""
         return next(n for n in count(like % len(self.lasts), len(self.lasts)) if self.start(n) >= ready)
 
@@ -145,32 +149,7 @@ def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
     devices, v = count_devices(problem), count_chunks(problem)
     if not 1 <= chunks < v:
         raise InputError(f"chunks = {chunks}: expected 1 to {v - 1}, the shallowest chunk of a device is updated there")
-    deep = range((v - chunks) * devices, len(problem.stages))
-    for s in deep:
-        if not problem.stages[s].can_update:
-            raise InputError(
-                f"stages[{s}].update_ms is missing: chronos-offload updates stages {deep[0]} to {deep[-1]} on the host"
-            )
-    plain = chronos(problem)
-    last = problem.microbatches - 1
-    lists: list[list[Op]] = [[] for _ in problem.devices]
-    for s in deep:
-        lists[problem.stages[s].device].append(Op(Kind.P, s, 0))
-    for ops, program in zip(lists, plain.programs, strict=True):
-        for op in program.ops():
-            ops.append(op)
-            if op.stage in deep and op.microbatch == last and op.kind in BACKWARD:
-                ops += [Op(Kind.G, op.stage, 0), Op(Kind.U, op.stage, 0)]
-    # On links that devices share parameters come as they are first needed, gradients leave as they become ready.
-    rows = zip(plain.timeline.table.tolist(), plain.timeline.end.tolist(), strict=True)
-    ended = {s: end for (kind, s, j, *_), end in rows if kind in BACKWARD and j == last}
-    leaving = sorted(deep, key=lambda s: (ended[s], -s))
-    order = [*(Op(Kind.P, s, 0) for s in deep), *(Op(Kind.G, s, 0) for s in leaving)]
-    links = {
-        link: Program.from_items(op for op in order if problem.stages[op.stage].device in sharers)
-        for link, sharers in problem.shared_links.items()
-    }
-    return replace(in_order(problem, lists), links={link: program for link, program in links.items() if len(program)})
+    return with_host_updates(chronos(problem), range((v - chunks) * devices, v * devices))
 
 
 def units_with_messages(devices: int, microbatches: int, message: float, chunks: int = 2) -> float:
@@ -196,7 +175,7 @@ def idle_before_shallow(devices: int, backward_ms: float) -> float:
 
     `backward_ms` is a micro-batch's backward through all 2p chunks.
     """
-    return (devices - _rounds_apart(2 * devices) - 1) * backward_ms / (2 * devices)
+    return (devices - -(-(2 * devices - 3) // 6) - 1) * backward_ms / (2 * devices)
 
 
 def idle_before_deep(devices: int, forward_ms: float) -> float:
@@ -204,26 +183,20 @@ def idle_before_deep(devices: int, forward_ms: float) -> float:
 
     `forward_ms` is a micro-batch's forward through all 2p chunks.
     """
-    return (devices - _rounds_apart(devices) - 1) * forward_ms / (2 * devices)
-
-
-def _rounds_apart(units: int) -> int:
-    """How many rounds of six units lie between two chunks of which one lasts so many units."""
-    return -((3 - units) // 6)
+    return (devices - -(-(devices - 3) // 6) - 1) * forward_ms / (2 * devices)
 
 
 def fits_in_bubbles(problem: Problem) -> bool:
     """Whether host optimizers fit into what Chronos-Pipe with two chunks a device leaves idle (Eq. 5 and 7).
 
     Of stages with different times the longest transfers count. Sufficient for `overlap` to be 1 where stages are alike,
-    not necessary. Raises InputError for other numbers of chunks, or if no stage's optimizer may run on the host.
+    not necessary. Raises InputError for other numbers of chunks.
     """
-    p, costs = count_devices(problem), problem.costs
-    if len(problem.stages) != 2 * p or not costs.can_update.any():
-        given = f"{len(problem.stages)} stages on {p} devices, {costs.can_update.sum()} of them with update_ms"
-        raise InputError(f"stages: Eq. 5 and 7 are for 2 a device, some with update_ms; here are {given}")
-    step, upload = float(costs.ms[[Kind.G, Kind.U]].sum(axis=0).max()), float(costs.ms[Kind.P].max())
-    backward, forward = (float(costs.ms[kind].sum(axis=0).min()) for kind in (Kind.BW, Kind.F))
+    p, ms = count_devices(problem), problem.costs.ms
+    if len(problem.stages) != 2 * p:
+        raise InputError(f"stages: Eq. 5 and 7 are for 2 a device; here are {len(problem.stages)} on {p} devices")
+    step, upload = float(ms[[Kind.G, Kind.U]].sum(axis=0).max()), float(ms[Kind.P].max())
+    backward, forward = (float(ms[kind].sum(axis=0).min()) for kind in (Kind.BW, Kind.F))
     return reaches(step, idle_before_shallow(p, backward)) and reaches(upload, idle_before_deep(p, forward))
 
 
@@ -233,13 +206,10 @@ def overlap(schedule: Schedule) -> float:
     What the iteration is longer by than without them, against the longest G and U and the longest P of a device.
     Raises InputError for a schedule without host optimizers.
     """
-    costs = schedule.problem.costs
-    per_device = np.zeros((len(Kind), len(schedule.problem.devices)))
-    for d, program in enumerate(schedule.programs):
-        on_host = program.table[of_kinds(program.table, *OPTIMIZER)]
-        np.add.at(per_device[:, d], on_host[:, KIND], costs.ms[on_host[:, KIND], on_host[:, STAGE], 0])
-    longest = per_device[[Kind.G, Kind.U]].sum(axis=0).max() + per_device[Kind.P].max()
+    timeline = schedule.timeline
+    lasts = np.zeros((len(Kind), len(schedule.problem.devices)))
+    np.add.at(lasts, (timeline.rows.kind, timeline.device), timeline.end - timeline.start)
+    longest = lasts[[Kind.G, Kind.U]].sum(axis=0).max() + lasts[Kind.P].max()
     if not longest:
         raise InputError("programs: no optimizer runs on the host (G, U, P), or none takes any time")
-    plain = schedule.with_tables(lambda table: table[~of_kinds(table, *OPTIMIZER)])
-    return float(1 - (schedule.makespan_ms - plain.makespan_ms) / longest)
+    return float(1 - (schedule.makespan_ms - without_host_updates(schedule).makespan_ms) / longest)
