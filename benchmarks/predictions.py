@@ -33,11 +33,10 @@ from optpipe.transformer.records import Parallelism, Run, Transformer
 COLUMNS = ("rows", "predicted", "mean error", "median", "ordered right, of pairs", "regret", "peak memory")
 WRITTEN = ("table", "row", "name", "measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "not_predicted")
 HOST = 24  # layers, below which Megatron-LM's tests are too small for a GPU
-HOST_US = {
-    "A100": 240.0,
-    "H100": 180.0,
-    "GB200": 300.0,
-}  # by kernel, of the hosts of these tests: deterministic kernels
+# Of a kernel, by the hosts of these tests: deterministic kernels, of TransformerEngine's modules or, `local`, torch's
+HOST_US = {"A100": 240.0, "H100": 180.0, "GB200": 240.0, "GB200 1node": 600.0}
+LOCAL = 0.6
+EXPERT_LOAD = 1.4  # routers that are trained: of Mixtral's two rows
 PRECISIONS = {"BF16": "bf16", "NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8-MX": "mxfp8"}
 PRECISIONS |= dict.fromkeys(("FP8", "FP8-CS", "FP8-SC"), "fp8")  # a scale a tensor, or a block of it
 BRIDGE = {
@@ -217,7 +216,9 @@ def mlperf(table: str, name: str) -> Iterator[Row]:
 
 def bridge(table: str, name: str) -> Iterator[Row]:
     """NVIDIA-NeMo/Megatron-Bridge's performance summary: gradients of 16 bits, ZeRO 1, or ZeRO 3 with FSDP; nothing
-    recomputed, no multi-token prediction, experts not divided; of two precisions in a cell the first, else FP8."""
+    recomputed, experts not divided, from container 26.06 on fused in MXFP8; DeepSeek with a module that predicts a
+    further token, if its name does not say without; where a token takes too few operations, LoRA of rank 16; of two
+    precisions in a cell the first, else FP8."""
     for fields in csv.DictReader(StringIO(table)):
         model, gpu = fields["Model"] or fields["section"].removeprefix("Model: "), fields["System"]
         gpu = (gpu or fields["section"]).split("-")[-1]
@@ -230,13 +231,18 @@ def bridge(table: str, name: str) -> Iterator[Row]:
             "gradient_bytes": 2,
             "overlap": "all",
             "dispatch": "once",
+            "fused_experts": precision == "MXFP8" and fields["container"] >= "26.06",
+            "mtp": int(model.startswith("DeepSeek") and "w/o MTP" not in model),
         }
         plan = Plan(gpu, fields["#-GPUs"], fields["GBS"], fields["MBS"], fields["Sequence Length"], division, run)
         speed = float(fields["Tokens / sec / GPU"].split(" ")[0])
         ms = 1000 * whole(plan.batch) * whole(plan.sequence) / (speed * whole(plan.gpus))
         flops = re.match(r"[\d.]+", fields["Model TFLOP / sec / GPU"])
         operations = 1e12 * float(flops[0]) / speed if flops else inf
-        shape = partial(trained_model, BRIDGE.get(re.sub(r"\(.*|\W", "", model).lower(), model), operations)
+        preset_name = BRIDGE.get(re.sub(r"\(.*|\W", "", model).lower(), model)
+        shape = partial(cut_model, preset_name, {})
+        if fewer_operations(preset_name, operations):
+            run["lora"] = 16
         shown = f"{fields['container']} {model}, {gpu} x {plan.gpus}, {fields['Precision']}"
         group = grouped("Bridge", "LLAMA" not in model, gpu)
         yield Row(group, shown, ms, (), partial(plan.iteration, shape, ms))
@@ -244,12 +250,13 @@ def bridge(table: str, name: str) -> Iterator[Row]:
 
 def golden(table: str, name: str) -> Iterator[Row]:
     """NVIDIA/Megatron-LM's functional tests: GPTs with learned positions, tied matrices and 32-bit gradients, on 8
-    GPUs, `1node` of GB200 on 4, a `release` on 128; the last rank's peak."""
+    GPUs, `1node` of GB200 on 4, a `release` on 128; the fullest GPU's experts get more tokens; the last rank's peak."""
     for fields in csv.DictReader(StringIO(table)):
         case, gpu = fields["case"], fields["gpu"].upper()
         gpus = "128" if case.endswith("_release") else "4" if case.endswith("1node") and gpu == "GB200" else "8"
         division = {each: fields[column] or "1" for each, column in MEGATRON.items()}
         division |= {"zero": "1" if fields["use-distributed-optimizer"] else "0"}
+        division |= {"etp": "1"} if "etp1" in case else {}
         if each := fields["num-layers-per-virtual-pipeline-stage"]:
             division["chunks"] = str(whole(fields["num-layers"]) // whole(division["pp"]) // whole(each))
         run: dict[str, Any] = {
@@ -257,6 +264,7 @@ def golden(table: str, name: str) -> Iterator[Row]:
             "attention": "unfused" if fields["transformer-impl"] == "local" else "flash",
         }
         run |= {"precision": "fp8" if fields["fp8-format"] else "bf16", "fused_gradients": True}
+        run |= {"expert_load": EXPERT_LOAD, "mtp": whole(fields["mtp-num-layers"] or "0")}
         batch, size, sequence = (fields[each] for each in ("global-batch-size", "micro-batch-size", "seq-length"))
         plan = Plan(gpu, gpus, batch, size, sequence, division, run)
         ms = 1000 * float(fields["iteration_s_median"])
@@ -266,7 +274,9 @@ def golden(table: str, name: str) -> Iterator[Row]:
         )
         peak = [float(fields["mem_max_GB"]) * 1e9] if fields["mem_max_GB"] else []
         express = partial(plan.iteration, partial(megatron_shape, fields), ms)
-        yield Row(group, f"{case} {gpu}", ms, peak, express, HOST_US.get(gpu) if "waits" in group else None)
+        host_us = HOST_US.get(gpu + " 1node" * case.endswith("1node"), HOST_US[gpu]) if gpu in HOST_US else None
+        host_us = host_us * LOCAL if host_us and fields["transformer-impl"] == "local" else host_us
+        yield Row(group, f"{case} {gpu}", ms, peak, express, host_us if "waits" in group else None)
 
 
 def recomputed(fields: Fields) -> str:
@@ -281,7 +291,7 @@ def megatron_shape(fields: Fields) -> Transformer:
     """The model of one of Megatron-LM's tests. Raises InputError if it is none that the cost model has."""
     if fields["family"] not in ("gpt", "moe", "mixtral"):
         raise InputError(f"family = {fields['family']}: expected gpt, moe or mixtral")
-    for column in ("mtp-num-layers", "offload-modules", "fine-grained-activation-offloading"):
+    for column in ("pipeline-model-parallel-layout", "offload-modules", "fine-grained-activation-offloading"):
         if fields[column]:
             raise InputError(f"{column} = {fields[column]}: is not modelled")
     hidden, tp, gated = whole(fields["hidden-size"]), whole(fields["tensor-model-parallel-size"]), fields["swiglu"]
@@ -302,16 +312,12 @@ def cut_model(name: str, cut: dict[str, int]) -> Transformer:
     return preset(MODELS, "model", name).model_copy(update=cut)
 
 
-def trained_model(name: str, operations: float) -> Transformer:
-    """A preset. Raises InputError if there is none, or if a token takes fewer operations than training a dense one."""
-    shape = preset(MODELS, "model", name)
-    whole_training = 6 * estimate(shape, Parallelism(), GPUS["H100"], Run(microbatches=1)).parameters
-    if not shape.experts and operations < 0.8 * whole_training:
-        share = operations / whole_training
-        raise InputError(
-            f"model = {name}: LoRA is not modelled, and a token takes {share:.0%} of 6 operations a weight"
-        )
-    return shape
+def fewer_operations(name: str, operations: float) -> bool:
+    """Whether a token takes fewer operations than training this dense model: not all weights are trained."""
+    shape = MODELS.get(name)
+    if shape is None or shape.experts:
+        return False
+    return operations < 0.8 * 6 * estimate(shape, Parallelism(), GPUS["H100"], Run(microbatches=1)).parameters
 
 
 def grouped(table: str, has_experts: bool, gpu: str) -> str:

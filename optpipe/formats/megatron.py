@@ -18,12 +18,12 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 
 OURS = "optpipe_runtime.megatron.forward_backward_func runs the schedule as it is"
-EMBEDDING, DECODER, LOSS = "E", "t", "L"
+EMBEDDING, DECODER, PREDICTION, LOSS = "E", "t", "m", "L"
 Order = Sequence[Sequence[Op]]  # by rank
 
 
-def write(schedule: Schedule) -> str:
-    """The arguments, one a line, as a shell reads them.
+def write(schedule: Schedule, mtp: int = 0) -> str:
+    """The arguments, one a line, as a shell reads them. So many of the model's modules predict further tokens.
 
     Raises InputError if Megatron has no such order; the sentence names the first op that differs. Raises ScheduleError
     if the schedule cannot run.
@@ -34,7 +34,7 @@ def write(schedule: Schedule) -> str:
     group = require_order(schedule)
     arguments = [f"--pipeline-model-parallel-size {len(problem.devices)}"]
     if problem.layers is not None:
-        arguments.append(f"--pipeline-model-parallel-layout {quote(layout(problem))}")
+        arguments.append(f"--pipeline-model-parallel-layout {quote(layout_of_counts(layer_counts(problem), mtp))}")
     elif chunks > 1:
         arguments.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
     if chunks > 1:
@@ -98,10 +98,11 @@ def layer_counts(problem: Problem) -> list[int]:
     return counts
 
 
-def layout_of_counts(counts: Sequence[int]) -> str:
-    """The same for stages of so many layers each."""
+def layout_of_counts(counts: Sequence[int], mtp: int = 0) -> str:
+    """The same for stages of so many layers each, with so many modules that predict further tokens before the head."""
     cuts = [0, *accumulate(counts)]
-    letters = EMBEDDING + DECODER * (cuts[-1] - 2) + LOSS
+    letters = EMBEDDING + DECODER * (cuts[-1] - 2) + PREDICTION * mtp + LOSS
+    cuts[-1] += mtp
     return "|".join(letters[a:b] for a, b in pairwise(cuts))
 
 

@@ -15,7 +15,7 @@ from optpipe.model.records import COMPUTE_MS, Device, Stage, StageCosts, one_for
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.pieces import all_pieces
 from optpipe.transformer.records import Parallelism, Run, Transformer
-from optpipe.transformer.times import Clock, Times, total
+from optpipe.transformer.times import Clock, Times, total, trained_weights
 from optpipe.transformer.work import Piece, Share
 
 MESSAGES = 4  # two on the way in, two on the way out
@@ -71,6 +71,8 @@ class Estimate:
             raise InputError(f"cp = {parallelism.cp}: must divide the sequence of {self.sequence} tokens")
         if shape.experts % parallelism.ep or (parallelism.ep > 1 and not shape.experts):
             raise InputError(f"ep = {parallelism.ep}: must divide the model's {shape.experts} experts")
+        if self.run.lora and shape.experts:
+            raise InputError(f"lora = {self.run.lora}: adapters of models with experts are not modelled; 0 trains all")
         return all_pieces(self._share)
 
     @cached_property
@@ -86,7 +88,7 @@ class Estimate:
     @cached_property
     def cuts(self) -> tuple[int, ...]:
         """How many pieces each stage has: its layers, and the embedding or the head."""
-        counts = list(self.parallelism.layers or even_layers(self.shape.layers, self.parallelism.stages))
+        counts = list(self.parallelism.layers or even_layers(self.shape.layers, self.parallelism.stages, self.run.mtp))
         if sum(counts) != self.shape.layers:
             raise InputError(f"layers add up to {sum(counts)}: the model has {self.shape.layers}")
         counts[0] += 1
@@ -229,7 +231,7 @@ class Estimate:
         Data-parallel ranks do, then the first and the last stage where their matrices are tied.
         """
         longest = max(self.clock.reduction_ms(*count_weights(self._share, pieces)) for pieces in self._device_pieces)
-        is_copied = self.shape.tied and self.order[0] != self.order[-1]
+        is_copied = (self.shape.tied or self.run.mtp > 0) and self.order[0] != self.order[-1] and not self.run.lora
         tied_bytes = self.run.gradient_bytes * (self.shape.embedding_matrix / self.parallelism.tp)
         return longest + is_copied * self.clock.links.transfer_ms(tied_bytes)
 
@@ -299,11 +301,16 @@ def estimate(shape: Transformer, parallelism: Parallelism, gpu: Gpu, run: Run) -
     return estimate
 
 
-def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage; those that are left over go to stages without embedding and head, from the middle on."""
-    base, over = divmod(layers, stages)
-    inner = sorted(range(stages), key=lambda s: (s in (0, stages - 1), abs(s - (stages - 1) / 2)))
-    return tuple(base + (s in inner[:over]) for s in range(stages))
+def even_layers(layers: int, stages: int, mtp: int = 0) -> tuple[int, ...]:
+    """Layers of each stage; those that are left over go to stages without embedding and head, from the middle on.
+
+    What predicts further tokens counts in the last stage as two layers each, and the head beside it as one.
+    """
+    last = (max(0, (layers + 2 * mtp + 1) // stages - 2 * mtp - 1),) if mtp and stages > 1 else ()
+    rest = stages - len(last)
+    base, over = divmod(layers - sum(last), rest)
+    inner = sorted(range(rest), key=lambda s: (s in (0, stages - 1), abs(s - (stages - 1) / 2)))
+    return (*(base + (s in inner[:over]) for s in range(rest)), *last)
 
 
 def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece], received: int) -> DeviceMemory:
@@ -327,16 +334,25 @@ def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece], received: int
 
 
 def count_weights(share: Share, pieces: Sequence[Piece]) -> tuple[float, float]:
-    """How many weights a GPU of the device with these pieces works with: dense ones, and those of experts."""
-    dense = sum(piece.weights for piece in pieces)
-    if share.shape.tied and {"embedding", "head"} <= {piece.kind for piece in pieces}:
-        dense -= share.shape.embedding_matrix / share.parallelism.tp
-    return dense, sum(piece.expert_weights for piece in pieces)
+    """How many weights a GPU of the device with these pieces trains: dense ones, and those of experts."""
+    dense, experts = map(sum, zip(*map(trained_weights, pieces), strict=True))
+    return dense - (0.0 if share.run.lora else _shared_weights(share, pieces)), experts
+
+
+def _shared_weights(share: Share, pieces: Sequence[Piece]) -> float:
+    """How many weights a device with embedding and head has once, though both count them."""
+    both = {"embedding", "head"} <= {piece.kind for piece in pieces}
+    return share.shape.embedding_matrix / share.parallelism.tp if share.shape.tied and both else 0.0
 
 
 def kept_weights(share: Share, pieces: Sequence[Piece], zero: int) -> float:
-    """Of how many weights a rank keeps what ZeRO divides from this stage on (Rajbhandari et al. 2020, figure 1)."""
+    """Of how many weights a rank keeps what ZeRO divides from this stage on (Rajbhandari et al. 2020, figure 1).
+
+    The weights themselves, of stage 3, are there whether they are trained or not.
+    """
     dense, experts = count_weights(share, pieces)
+    if zero == 3:
+        dense = sum(piece.weights for piece in pieces) - _shared_weights(share, pieces)
     parallelism = share.parallelism
     if parallelism.zero < zero:
         return dense + experts

@@ -326,7 +326,7 @@ def _left_out(whole: dict[str, Any]) -> Iterator[str]:
         yield f"what {_shown(whole['model_type'])} adds to its language model"
     for name in MTP:
         if value := (text if isinstance(text, dict) else whole).get(name):
-            yield f"{name} = {_shown(value)} (multi-token prediction)"
+            yield f"{name} = {_shown(value)} (multi-token prediction: --mtp counts it)"
     architectures = whole.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         if not str(name).endswith(HEADED):

@@ -249,11 +249,12 @@ DIFFERENT = 0.05  # by how much measured iterations of a pair must differ
 
 
 def question(row: Iteration) -> tuple[int | str, ...]:
-    """What plans have in common that answer one question: the model, the batch, and the GPUs."""
+    """What plans have in common that answer one question: the model, what of it is trained, the batch, and the GPUs."""
     shape, run = row.shape, row.run
     batch = row.parallelism.dp * run.microbatches * run.microbatch_size
     sequence = run.sequence or shape.sequence or 0
-    return shape.layers, shape.hidden, shape.heads, shape.experts, sequence, batch, row.parallelism.gpus, row.gpu
+    trained = shape.layers, shape.hidden, shape.heads, shape.experts, run.mtp, run.lora
+    return *trained, sequence, batch, row.parallelism.gpus, row.gpu
 
 
 def errors(rows: Sequence[Iteration], predicted_ms: Sequence[float]) -> Errors:

@@ -7,6 +7,10 @@ With 16-bit numbers and an ungated MLP of width 4h a layer saves 34·b·s·h + 5
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import reduce
+from operator import add
+
 from optpipe.transformer.attention import attention
 from optpipe.transformer.records import Dispatch
 from optpipe.transformer.work import FP32, NORM, RESIDUAL, Collective, Matmul, Piece, Saved, Share, Work
@@ -15,6 +19,7 @@ INDEX = 8  # bytes of a token's number
 # Bytes that are read and written to put tokens in order: before they leave for experts and when they have come, and on
 # the way back; where the kernels that send do it, once on each way.
 ORDERED: dict[Dispatch, int] = {"alltoall": 8, "once": 4}
+BIASES = 4  # times that outputs of experts with biases are read or written to add them: each expert's, then all joined
 LOSS = 5  # times that F of a cross entropy over divided logits reads or writes them in 32 bits (Megatron-LM's)
 
 
@@ -23,7 +28,10 @@ def all_pieces(share: Share) -> list[Piece]:
     shape = share.shape
     kinds = [(shape.has_experts(i), shape.window_of(i)) for i in range(shape.layers)]
     layers = {kind: _layer(share, *kind) for kind in set(kinds)}
-    return [_embedding(share), *(layers[kind] for kind in kinds), _head(share)]
+    head = _head(share)
+    last = _with_further_tokens(share, head, layers[kinds[-1]]) if share.run.mtp else head
+    pieces = [_embedding(share), *(layers[kind] for kind in kinds), last]
+    return [_adapted(piece, share.run.lora) for piece in pieces] if share.run.lora else pieces
 
 
 def _embedding(share: Share) -> Piece:
@@ -62,7 +70,7 @@ def _head(share: Share) -> Piece:
         gradients=value_bytes * logits,
         work=Work(
             matmuls=(
-                Matmul(share.tokens, shape.vocabulary / tp, shape.embedding_width or shape.hidden),
+                Matmul(share.tokens, shape.vocabulary / tp, shape.embedding_width or shape.hidden, wide=True),
                 *_projection(share),
             ),
             traffic=2 * share.message_bytes + (value_bytes + LOSS * FP32) * logits,
@@ -70,6 +78,42 @@ def _head(share: Share) -> Piece:
             sent=share.reduced,
         ),
     )
+
+
+def _with_further_tokens(share: Share, head: Piece, layer: Piece) -> Piece:
+    """The head, and modules that predict a further token each: norms, a matrix of 2h to h, a layer, the head again.
+
+    DeepSeek-V3 (2024), section 2.2. Their embedding and head are the model's: a stage without the embedding has a copy.
+    Nothing of them is computed again.
+    """
+    shape, whole, modules = share.shape, share.message_bytes, share.run.mtp
+    joined = Work(
+        matmuls=(Matmul(share.tokens / share.parallelism.along_sequence, shape.hidden, 2 * shape.hidden),),
+        traffic=2 * NORM * whole,
+        passes=3,
+    )
+    saved = (Saved("norms' inputs", 2 * whole), Saved("projection's input", 2 * whole, operand=True))
+    kept = tuple(replace(each, dropped_by=None) for each in (*saved, *layer.saved, *head.saved))
+    copied = shape.embedding_matrix / share.parallelism.tp if share.parallelism.pp > 1 and not shape.tied else 0.0
+    vectors = 2 * shape.hidden + shape.all_vectors.head
+    return Piece(
+        kind="head",
+        weights=head.weights + copied + modules * (layer.weights + 2 * shape.hidden**2 + vectors),
+        expert_weights=modules * layer.expert_weights,
+        saved=(*head.saved, *modules * kept),
+        gradients=head.gradients + modules * (layer.gradients + head.gradients + whole),
+        work=reduce(add, modules * [joined + layer.work + head.work], head.work),
+    )
+
+
+def _adapted(piece: Piece, rank: int) -> Piece:
+    """The piece with adapters of this rank beside its matrices, which alone are trained (Hu et al. 2021, section 4)."""
+    frozen = [each._replace(frozen=True) for each in piece.work.matmuls]
+    adapted = [each for each in piece.work.matmuls if not each.wide]
+    pairs = [(each._replace(columns=rank), each._replace(depth=rank)) for each in adapted]
+    trained = sum(rank * (each.depth + each.columns) for each in adapted)
+    matmuls = (*frozen, *(each for pair in pairs for each in pair))
+    return replace(piece, weights=piece.weights + trained, trained=trained, work=replace(piece.work, matmuls=matmuls))
 
 
 def _layer(share: Share, has_experts: bool, window: int) -> Piece:
@@ -122,7 +166,10 @@ def _experts(share: Share) -> Piece:
     sent = share.tokens * shape.experts_per_token * share.run.expert_load * etp / tp
     sent_bytes = value_bytes * sent * hidden
     numbers = shape.expert_ffn * sent / etp + shape.shared_ffn * share.tokens / tp  # behind the up matrices
-    middle, local = value_bytes * numbers, shape.experts / ep
+    middle, local, whole_kernel = value_bytes * numbers, shape.experts / ep, share.run.fused_experts
+    outputs = value_bytes * sent * (shape.up_matrices * shape.expert_ffn + hidden)
+    biased = BIASES * outputs if shape.all_vectors.expert else 0.0
+    activated = value_bytes * shape.shared_ffn * share.tokens / tp if whole_kernel else middle
     copies = shape.experts_per_token if share.run.dispatch == "once" else 0
     over_experts = Collective("experts", 2 * sent_bytes * (1 - 1 / ep) / etp, 2 * (ep - 1), copies)
     return Piece(
@@ -140,13 +187,16 @@ def _experts(share: Share) -> Piece:
         gradients=shape.up_matrices * middle + sent_bytes + (whole if shape.shared_ffn else 0.0),
         work=Work(
             matmuls=(
-                Matmul(share.tokens / along, shape.experts, hidden),
+                Matmul(share.tokens / along, shape.experts, hidden, wide=True),
                 Matmul(sent / local, shape.up_matrices * shape.expert_ffn / etp, hidden, local),
                 Matmul(sent / local, hidden, shape.expert_ffn / etp, local),
                 *(_up_and_down(share, shape.shared_ffn / tp) if shape.shared_ffn else ()),
             ),
-            traffic=(NORM + RESIDUAL) * whole + ORDERED[share.run.dispatch] * sent_bytes + matrices * middle,
-            again=NORM * whole + matrices * middle,
+            traffic=(NORM + RESIDUAL) * whole
+            + ORDERED[share.run.dispatch] * sent_bytes
+            + matrices * activated
+            + biased / etp,
+            again=NORM * whole + matrices * activated,
             passes=5,
             sent=(*(share.reduced if etp == tp or shape.shared_ffn else ()), *((over_experts,) if ep > 1 else ())),
         ),
@@ -174,4 +224,4 @@ def _projection(share: Share) -> tuple[Matmul, ...]:
     shape = share.shape
     if not shape.embedding_projection:
         return ()
-    return (Matmul(share.tokens, shape.hidden, shape.embedding_width or shape.hidden),)
+    return (Matmul(share.tokens, shape.hidden, shape.embedding_width or shape.hidden, wide=True),)

@@ -274,6 +274,12 @@ class RunOptions(Document):
     fused_gradients
         Matmuls add to the gradients themselves (TransformerEngine, Megatron-LM), and leave autograd an empty gradient
         of each shape of a layer's weights.
+    fused_experts
+        One kernel multiplies with all experts' matrices, activates and rounds (TransformerEngine's grouped MLP).
+    mtp
+        Modules that predict a further token each, beside the head (DeepSeek-V3, section 2.2).
+    lora
+        Rank of the adapters beside the matrices of layers, which alone are trained; 0: all weights are.
     optimizer_bytes
         Optimizer state, bytes a parameter. Default: Adam's two 32-bit numbers and, if weights have fewer bits, a 32-bit
         copy of them.
@@ -298,6 +304,9 @@ class RunOptions(Document):
     levels: bool = False
     gradient_bytes: Annotated[int, Field(strict=True, ge=1, le=8)] = 4
     fused_gradients: bool = False
+    fused_experts: bool = False
+    mtp: Annotated[int, Field(strict=True, ge=0, le=16)] = 0
+    lora: Annotated[int, Field(strict=True, ge=0, le=4096)] = 0
     optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=32)] | None = None
     expert_load: Annotated[float, Field(ge=1, le=1000)] = 1.0
     dispatch: Dispatch = "alltoall"

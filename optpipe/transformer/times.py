@@ -7,7 +7,7 @@ whichever is longer. Kernels run while the host launches further ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -52,6 +52,11 @@ class Times(NamedTuple):
 def total(times: Iterable[Times]) -> Times:
     """Where the time of several ops goes."""
     return Times(*map(sum, zip(*times, strict=True)))
+
+
+def trained_weights(piece: Piece) -> tuple[float, float]:
+    """How many weights of a piece are trained: dense ones, and those of experts."""
+    return (piece.weights, piece.expert_weights) if piece.trained is None else (piece.trained, 0.0)
 
 
 @dataclass(frozen=True)
@@ -211,8 +216,8 @@ class Clock:
         flash = self._flash(work)
         launched = work.launches + len(work.products) + work.passes + len(work.sent) + bool(flash)
         attention = self._products_ms(work.products) + flash
-        matmuls = self._matmuls_ms(piece, work.matmuls)
-        rounded = self._rounded_ms(piece, sum(each.copies * each.rows * each.depth for each in work.matmuls))
+        matmuls = self._matmuls_ms(work.matmuls)
+        rounded = self._rounded_ms(work, lambda each: each.copies * each.rows * each.depth)
         computed = self._overlapped(matmuls, attention, self.pass_ms(work.traffic) + rounded, launched)
         return computed._replace(messages=self._sent_ms(work, matmuls) + self._gathered(piece))
 
@@ -221,12 +226,11 @@ class Clock:
         work = piece.work
         products = [each for one in work.products for each in (one.input_gradient, one.weight_gradient)]
         launched = work.launches + len(products) + work.passes + len(work.sent) + bool(self._flash(work))
-        matmuls = self._matmuls_ms(piece, [each.input_gradient for each in work.matmuls])
+        matmuls = self._matmuls_ms(each.input_gradient for each in work.matmuls)
         computed = self._overlapped(
             matmuls,
             self._products_ms(products) + SCORES_BACKWARD["flash"] * self._flash(work),
-            self.pass_ms(TRAFFIC_BACKWARD * work.traffic)
-            + self._rounded_ms(piece, sum(each.outputs for each in work.matmuls)),
+            self.pass_ms(TRAFFIC_BACKWARD * work.traffic) + self._rounded_ms(work, lambda each: each.outputs),
             launched,
         )
         return computed._replace(
@@ -241,12 +245,14 @@ class Clock:
 
         The matmul adds to the gradients of earlier micro-batches while it runs.
         """
-        work, weights = piece.work, piece.weights + piece.expert_weights
-        sums = self.pass_ms(2 * self.run.gradient_bytes * weights)
-        matmuls = self._matmuls_ms(piece, [each.weight_gradient for each in work.matmuls])
+        trained, experts = trained_weights(piece)
+        sums = self.pass_ms(2 * self.run.gradient_bytes * (trained + experts))
+        own = [each.weight_gradient for each in piece.work.matmuls if not each.frozen]
+        matmuls = self._matmuls_ms(own)
         reduced = self.run.gradient_bytes if self.parallelism.zero >= 2 else 0
-        return self._overlapped(matmuls, 0.0, max(0.0, sums - matmuls), work.launches)._replace(
-            messages=self._beside(self.links.replicas_ms(reduced, piece.weights, piece.expert_weights), matmuls)
+        launched = sum(each.copies for each in own)
+        return self._overlapped(matmuls, 0.0, max(0.0, sums - matmuls), launched)._replace(
+            messages=self._beside(self.links.replicas_ms(reduced, trained, experts), matmuls)
         )
 
     def all_ops(self, piece: Piece) -> Times:
@@ -307,15 +313,22 @@ class Clock:
         """How long the matmuls of unfused attention take."""
         return sum(self.matmul_ms(each, self._wide) for each in products)
 
-    def _matmuls_ms(self, piece: Piece, matmuls: Iterable[Matmul]) -> float:
-        precision = self.run.precision if piece.is_layer else self._wide
-        return sum(self.matmul_ms(each, precision, grouped=each.copies > 1) for each in matmuls)
+    def _matmuls_ms(self, matmuls: Iterable[Matmul]) -> float:
+        by_kernel = not self.run.fused_experts
+        return sum(
+            self.matmul_ms(each, self._wide if each.wide else None, grouped=by_kernel and each.copies > 1)
+            for each in matmuls
+        )
 
-    def _rounded_ms(self, piece: Piece, numbers: float) -> float:
-        """How long it takes to read so many numbers of matmuls' inputs and to write them with fewer bits."""
-        narrow = OPERAND_BYTES[self.run.precision]
-        if not piece.is_layer or narrow >= self.run.value_bytes:
+    def _rounded_ms(self, work: Work, count: Callable[[Matmul], float]) -> float:
+        """How long it takes to read such numbers of matmuls' inputs and to write them with fewer bits.
+
+        One of an expert's two matmuls gets from the other what its kernel has rounded, where experts are fused.
+        """
+        narrow, half = OPERAND_BYTES[self.run.precision], 0.5 if self.run.fused_experts else 1.0
+        if narrow >= self.run.value_bytes:
             return 0.0
+        numbers = sum(count(each) * (half if each.copies > 1 else 1.0) for each in work.matmuls if not each.wide)
         return self.pass_ms((self.run.value_bytes + ROUNDED_TWICE * narrow) * numbers)
 
     def _sent_ms(self, work: Work, matmuls_ms: float) -> float:
@@ -348,7 +361,7 @@ class Clock:
         """With ZeRO 3 the weights are gathered whenever they are used."""
         values = self.run.value_bytes if self.parallelism.zero >= 3 else 0
         gathering = self.links.replicas_ms(values, piece.weights, piece.expert_weights)
-        return self._beside(gathering, self._matmuls_ms(piece, piece.work.matmuls))
+        return self._beside(gathering, self._matmuls_ms(piece.work.matmuls))
 
     def _beside(self, sent_ms: float, matmuls_ms: float) -> float:
         """What is left of collectives over replicas that matmuls may hide."""

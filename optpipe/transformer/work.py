@@ -18,12 +18,17 @@ LEVELS: tuple[Recompute, ...] = ("none", "selective", "cheap", "full")  # each c
 
 
 class Matmul(NamedTuple):
-    """`copies` matmuls in one kernel, each of a matrix of `rows` × `depth` and one of `depth` × `columns`."""
+    """`copies` matmuls in one kernel, each of a matrix of `rows` × `depth` and one of `depth` × `columns`.
+
+    `wide` ones have 16 bits where others have fewer; the weights of `frozen` ones are not trained.
+    """
 
     rows: float
     columns: float
     depth: float
     copies: float = 1
+    wide: bool = False
+    frozen: bool = False
 
     @property
     def operations(self) -> float:
@@ -41,11 +46,11 @@ class Matmul(NamedTuple):
 
     @property
     def input_gradient(self) -> Matmul:
-        return Matmul(self.rows, self.depth, self.columns, self.copies)
+        return self._replace(columns=self.depth, depth=self.columns)
 
     @property
     def weight_gradient(self) -> Matmul:
-        return Matmul(self.depth, self.columns, self.rows, self.copies)
+        return self._replace(rows=self.depth, depth=self.rows)
 
 
 class Collective(NamedTuple):
@@ -114,7 +119,8 @@ class Saved:
 class Piece:
     """One piece on one GPU. Sizes in bytes and per micro-batch, weights in numbers of them.
 
-    `gradients` are those of what matmuls put out, which wait for W with the operands.
+    `gradients` are those of what matmuls put out, which wait for W with the operands. `trained` are the weights that
+    are trained, None: all.
     """
 
     kind: Literal["embedding", "dense", "expert", "head"]
@@ -123,6 +129,7 @@ class Piece:
     gradients: float
     work: Work
     expert_weights: float = 0.0
+    trained: float | None = None
 
     def activation_bytes(self, recompute: Recompute) -> float:
         """What stays from F until the backward."""

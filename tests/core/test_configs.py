@@ -72,7 +72,7 @@ def test_layers_with_experts_of_a_config():
         (
             LATENT_CONFIG | {"num_nextn_predict_layers": 1},
             671_026_404_352,
-            ["num_nextn_predict_layers = 1 (multi-token prediction)"],
+            ["num_nextn_predict_layers = 1 (multi-token prediction: --mtp counts it)"],
         ),
         (OPT_CONFIG, 331_196_416, []),  # 350m: projections, and no norm before the head
         ({"model_type": "gpt2"}, 124_439_808, []),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import InputError, Problem, check, offload_ratio
-from optpipe.transformer.estimate import Estimate, estimate
+from optpipe.transformer.estimate import Estimate, estimate, even_layers
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run, Transformer
 from optpipe.transformer.times import Times
@@ -390,6 +390,53 @@ def test_undivided_experts_are_spread_over_tensor_parallel_ranks_too():
 def test_experts_that_do_not_divide_are_refused(division, said):
     with pytest.raises(InputError, match=said):
         Parallelism.from_dict(division)
+
+
+def test_a_module_that_predicts_a_further_token_is_a_layer_a_projection_and_the_head_again():
+    """DeepSeek-V3 (2024): the model has 671 billion parameters, its module 14 more, of which 2.7 are shared."""
+    model = MODELS["deepseek-v3"]
+    plain, further = (made(model, {"pp": 16, "ep": 8, "dp": 8}, mtp=mtp) for mtp in (0, 1))
+    layer, module, head = further.pieces[-2], further.pieces[-1], plain.pieces[-1]
+    assert further.parameters - plain.parameters == pytest.approx(11.5e9, rel=0.01)
+    projection = 2 * further.sequence * 2 * model.hidden * model.hidden
+    assert module.work.matmul == pytest.approx(layer.work.matmul + projection + 2 * head.work.matmul)
+    assert module.activation_bytes("full") == module.activation_bytes("none") > layer.activation_bytes("none")
+    assert even_layers(61, 32, mtp=1) == (1, *[2] * 30, 0)  # Et|(tt|)*30mL
+    assert further.cuts == (5, *[4] * 14, 2)  # Megatron-Bridge's Et*4|(t*4|)*14tmL, embedding and head counted
+    assert plain.cuts[-1] == 4
+    copied = further.pieces[-1].weights - made(model, {"ep": 8, "dp": 8}, mtp=1).pieces[-1].weights
+    assert copied == model.embedding_matrix
+
+
+@given(rank=st.integers(1, 512), tp=st.sampled_from([1, 2, 8]))
+def test_adapters_alone_have_gradients_and_an_optimizer(rank, tp):
+    """Beside each matrix of d x k numbers are rank · (d + k); W is that of the adapters, B stays (Hu et al. 2021)."""
+    model = MODELS["llama-3-8b"]
+    whole, adapted = (made(model, {"tp": tp}, lora=lora) for lora in (0, rank))
+    widths = (4096 + 6144 / tp, 4096 / tp + 4096, 4096 + 2 * 14336 / tp, 14336 / tp + 4096)
+    trained = 32 * rank * sum(widths)
+    assert adapted.devices[0].gradients == pytest.approx(4 * trained, abs=4)
+    assert adapted.devices[0].optimizer == pytest.approx(12 * trained, abs=12)
+    assert adapted.devices[0].weights == pytest.approx(whole.devices[0].weights + 2 * trained, abs=4)
+    assert adapted.layers[1].backward_weight_ms < whole.layers[1].backward_weight_ms
+    assert adapted.layers[1].backward_input_ms > whole.layers[1].backward_input_ms
+    assert adapted.layers[-1].backward_weight_ms == 0
+    with pytest.raises(InputError, match="lora = 8: adapters of models with experts are not modelled"):
+        made(MODELS["mixtral-8x7b"], lora=8)
+
+
+def test_experts_biases_are_passes_and_one_kernel_leaves_out_those_of_activations():
+    """Four passes over what both matrices put out, each token's own matrices aside: of gpt-oss 4 · 3 · 2880 numbers."""
+    model = MODELS["gpt-oss-120b"]
+    unbiased = model.model_copy(update={"vectors": None})
+    traffic = [made(each).pieces[1].work.traffic for each in (model, unbiased)]
+    sent = 4 * model.experts_per_token * 4096  # bytes of a number of each token: two, and of each expert
+    assert traffic[0] - traffic[1] == 4 * sent / 2 * 3 * 2880
+    assert made(model).parameters == pytest.approx(116.83e9, rel=1e-3)
+    runs = [made(unbiased, gpu="B200", precision="mxfp8", fused_experts=fused).clock for fused in (False, True)]
+    plain, fused = (made(unbiased, gpu="B200", precision="mxfp8", fused_experts=each) for each in (False, True))
+    assert plain.pieces[1].work.traffic - fused.pieces[1].work.traffic == 3 * sent / 2 * 2880
+    assert runs[1].forward(fused.pieces[1]).matmuls < runs[0].forward(plain.pieces[1]).matmuls
 
 
 def test_buffers_of_all_messages_are_counted_where_they_stay():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from support.problems.planning import RESERVED, SMALL, question
 
+from optpipe import InputError
 from optpipe.formats.modules import AUTOMODEL
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
@@ -144,6 +145,22 @@ def test_settings_of_other_stacks() -> None:
     assert "--pipeline-model-parallel-layout 'Ett|tt|tt|L'" in flags
     assert "--microbatch-group-size-per-virtual-pipeline-stage 2" in flags
     assert "--untie-embeddings-and-output-weights" in flags
+    run = looped.estimate.run.model_copy(update={"mtp": 2})
+    flags = settings.megatron(replace(looped, estimate=replace(looped.estimate, run=run)))
+    assert "--pipeline-model-parallel-layout 'Ett|tt|tt|mmL'" in flags
+    assert "--mtp-num-layers 2" in flags
+
+
+@pytest.mark.parametrize(
+    ("run", "stack", "message"),
+    [
+        ({"lora": 8}, "optpipe", "lora = 8: adapters are not planned"),
+        ({"mtp": 1}, "torch", "mtp = 1: expected 0 with stack torch"),
+    ],
+)
+def test_what_no_settings_are_written_for_is_not_planned(run: dict[str, int], stack: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        question(run=Run.from_dict({"microbatches": 1, **run}, "run"), stack=stack)
 
 
 def test_automodel_is_not_given_names_that_its_pipelines_do_not_know() -> None:

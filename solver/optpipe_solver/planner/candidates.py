@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from optpipe.errors import InputError
 from optpipe.formats.stacks import STACKS
@@ -65,6 +65,16 @@ class Question(Document):
     margin: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.05
     offload: bool = True
     stack: Stack = "optpipe"
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.run.lora:
+            raise ValueError(f"lora = {self.run.lora}: adapters are not planned; optpipe model estimates them")
+        if self.run.mtp and self.stack == "torch":
+            raise ValueError(
+                f"mtp = {self.run.mtp}: expected 0 with stack torch, for which no such settings are written"
+            )
+        return self
 
     def candidate(self, estimated: Estimate) -> Candidate:
         """One way to train the model with the stack."""
@@ -163,7 +173,7 @@ def _estimates(question: Question) -> Iterator[Estimate]:
                         cuts[0] -= 1  # the embedding, and at the end the head, are no layers
                         cuts[-1] -= 1
                         balanced[key] = tuple(cuts)
-                    if balanced[key] != even_layers(model.layers, even.stages):
+                    if balanced[key] != even_layers(model.layers, even.stages, run.mtp):
                         yield estimated.divided(even.model_copy(update={"layers": balanced[key]}), run)
 
 

@@ -101,7 +101,8 @@ def megatron(candidate: Candidate) -> list[str]:
     parallelism, run = estimate.parallelism, estimate.run
     flags = _numbers(estimate, MEGATRON)
     if parallelism.pp > 1 and candidate.schedule:
-        flags += megatron_arguments(candidate.schedule).splitlines()
+        flags += megatron_arguments(candidate.schedule, run.mtp).splitlines()
+    flags += [f"--mtp-num-layers {run.mtp}"] if run.mtp else []
     flags += [f"--expert-tensor-parallel-size {parallelism.etp}"] if parallelism.etp else []
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
     flags += ["--use-distributed-optimizer"] if parallelism.zero else []
