@@ -71,6 +71,9 @@ class Estimate:
             raise InputError(f"cp = {parallelism.cp}: must divide the sequence of {self.sequence} tokens")
         if shape.experts % parallelism.ep or (parallelism.ep > 1 and not shape.experts):
             raise InputError(f"ep = {parallelism.ep}: must divide the model's {shape.experts} experts")
+        if parallelism.head_parts > 1 and (shape.tied or self.run.mtp):
+            why = "tied to the embedding" if shape.tied else f"there mtp = {self.run.mtp} times more"
+            raise InputError(f"head_parts = {parallelism.head_parts}: expected 1, as the head's matrix is {why}")
         if self.run.lora and shape.experts:
             raise InputError(f"lora = {self.run.lora}: adapters of models with experts are not modelled; 0 trains all")
         return all_pieces(self._share)
@@ -92,7 +95,7 @@ class Estimate:
         if sum(counts) != self.shape.layers:
             raise InputError(f"layers add up to {sum(counts)}: the model has {self.shape.layers}")
         counts[0] += 1
-        counts[-1] += 1
+        counts[-1] += self.parallelism.head_parts
         if 0 in counts:
             raise InputError(
                 f"pp · chunks = {len(counts)}: stage {counts.index(0)} has no layer, the model has {self.shape.layers}"

@@ -28,9 +28,10 @@ def all_pieces(share: Share) -> list[Piece]:
     shape = share.shape
     kinds = [(shape.has_experts(i), shape.window_of(i)) for i in range(shape.layers)]
     layers = {kind: _layer(share, *kind) for kind in set(kinds)}
-    head = _head(share)
-    last = _with_further_tokens(share, head, layers[kinds[-1]]) if share.run.mtp else head
-    pieces = [_embedding(share), *(layers[kind] for kind in kinds), last]
+    heads = _heads(share)
+    if share.run.mtp:
+        heads = [_with_further_tokens(share, heads[0], layers[kinds[-1]])]
+    pieces = [_embedding(share), *(layers[kind] for kind in kinds), *heads]
     return [_adapted(piece, share.run.lora) for piece in pieces] if share.run.lora else pieces
 
 
@@ -52,32 +53,40 @@ def _embedding(share: Share) -> Piece:
     )
 
 
-def _head(share: Share) -> Piece:
+def _heads(share: Share) -> list[Piece]:
     """Norm, projection and cross entropy, which keeps its logits in 32 bits: 4·s·b·h + 4·s·b·v bytes.
 
-    Korthikanti et al. 2023, section 4.3. Of tied matrices this is the copy on the last stage.
+    Korthikanti et al. 2023, section 4.3. Of tied matrices this is the copy on the last stage. In parts each has some of
+    the vocabulary, and hands on the head's input and, for each token, the sum of its logits' powers (Yeung et al. 2024,
+    "Balancing Pipeline Parallelism with Vocabulary Parallelism", whose parts work side by side).
     """
-    shape, tp, value_bytes = share.shape, share.parallelism.tp, share.run.value_bytes
-    logits = share.tokens * shape.vocabulary / tp
-    return Piece(
+    shape, tp, value_bytes, parts = (
+        share.shape,
+        share.parallelism.tp,
+        share.run.value_bytes,
+        share.parallelism.head_parts,
+    )
+    vocabulary, whole = shape.vocabulary / tp / parts, share.message_bytes
+    logits = share.tokens * vocabulary
+    part = Piece(
         kind="head",
-        weights=shape.embedding_matrix / tp + shape.embedding_projection + shape.all_vectors.head,
-        saved=(
-            Saved("norm input", share.message_bytes, None),
-            Saved("head input", share.message_bytes, None, operand=True),
-            Saved("logits", FP32 * logits, None),
-        ),
+        weights=shape.embedding_matrix / tp / parts,
+        saved=(Saved("head input", whole, None, operand=True), Saved("logits", FP32 * logits, None)),
         gradients=value_bytes * logits,
         work=Work(
-            matmuls=(
-                Matmul(share.tokens, shape.vocabulary / tp, shape.embedding_width or shape.hidden, wide=True),
-                *_projection(share),
-            ),
-            traffic=2 * share.message_bytes + (value_bytes + LOSS * FP32) * logits,
-            passes=1 + LOSS,
+            matmuls=(Matmul(share.tokens, vocabulary, shape.embedding_width or shape.hidden, wide=True),),
+            traffic=(value_bytes + LOSS * FP32) * logits,
+            passes=LOSS,
             sent=share.reduced,
         ),
     )
+    first = replace(
+        part,
+        weights=part.weights + shape.embedding_projection + shape.all_vectors.head,
+        saved=(Saved("norm input", whole, None), *part.saved),
+        work=part.work + Work(matmuls=_projection(share), traffic=2 * whole, passes=1),
+    )
+    return [first, *[part] * (parts - 1)]
 
 
 def _with_further_tokens(share: Share, head: Piece, layer: Piece) -> Piece:

@@ -191,6 +191,8 @@ class Parallelism(Document):
     layers
         Transformer layers of each of the pp · chunks stages, such as 9,10,10,9. Default: even, and the first and the
         last stage, which have the embedding and the head, get no layer that is left over.
+    head_parts
+        In how many parts the head's vocabulary is cut; stages get them as they get layers, the last one by default.
     sequence_parallel
         Divide along the sequence what tensor parallelism does not divide (Korthikanti et al. 2023).
     """
@@ -207,6 +209,7 @@ class Parallelism(Document):
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)] = 1
     shape: Literal["looped", "v"] = "looped"
     layers: Annotated[Items[Count], BeforeValidator(_counts), Field(min_length=1, max_length=4096)] | None = None
+    head_parts: Degree = 1
     sequence_parallel: bool = True
 
     @model_validator(mode="after")

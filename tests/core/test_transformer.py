@@ -408,6 +408,25 @@ def test_a_module_that_predicts_a_further_token_is_a_layer_a_projection_and_the_
     assert copied == model.embedding_matrix
 
 
+@given(parts=st.integers(2, 16), tp=st.sampled_from([1, 4]))
+def test_parts_of_the_head_are_the_head_and_each_saves_its_input(parts, tp):
+    model = MODELS["llama-3-8b"]
+    whole, cut = (made(model, {"tp": tp, "pp": 4, "head_parts": n}) for n in (1, parts))
+    head, heads = whole.pieces[-1], cut.pieces[-parts:]
+    assert len(cut.problem.layers) == model.layers + 1 + parts
+    assert sum(each.weights for each in heads) == pytest.approx(head.weights)
+    assert sum(each.work.matmul for each in heads) == pytest.approx(head.work.matmul)
+    inputs = (parts - 1) * heads[1].saved[0].bytes
+    assert sum(each.activation_bytes("none") for each in heads) == pytest.approx(head.activation_bytes("none") + inputs)
+    assert cut.cuts[-1] == whole.cuts[-1] + parts - 1
+    for refused, why in (
+        (GPT.model_copy(update={"tied": True}), "tied to the embedding"),
+        (GPT, "there mtp = 1 times"),
+    ):
+        with pytest.raises(InputError, match=rf"head_parts = {parts}: expected 1, as the head's matrix is {why}"):
+            made(refused, {"head_parts": parts}, mtp=0 if refused.tied else 1)
+
+
 @given(rank=st.integers(1, 512), tp=st.sampled_from([1, 2, 8]))
 def test_adapters_alone_have_gradients_and_an_optimizer(rank, tp):
     """Beside each matrix of d x k numbers are rank · (d + k); W is that of the adapters, B stays (Hu et al. 2021)."""
