@@ -51,6 +51,7 @@ class Incumbents:
 
     def __init__(self, request: Request, emit: Emit, *kinds: Predicate, hands_on_rules: bool = False) -> None:
         self.problem, self.objective, self._stack = request.problem, request.objective, STACKS[request.stack]
+        self._asked = request.method
         self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
         self.tried: set[str] = set()
         self._emit, self._hands_on_rules = emit, hands_on_rules
@@ -99,7 +100,8 @@ class Incumbents:
                 self._emit(Bound(method=method, lower_bound_ms=ms))
 
     def offer(self, schedule: Schedule, is_news: bool = True) -> str | None:
-        """Keep a schedule if it is valid, and better than all before (`is_better`) or shorter than those of a kind.
+        """Keep a schedule if it is valid, and shorter than all before (`is_better` of the method asked for) or than
+        those of a kind.
 
         Returns what is wrong with the schedule; None if nothing is, if it is no better, or not for the stack.
         """
@@ -108,7 +110,10 @@ class Incumbents:
                 ms = length_ms(schedule, self.objective)
             except ScheduleError as error:  # it cannot run
                 return str(error)
-            is_best = is_better(ms, schedule.method, self.best_ms, self.best.method if self.best else "")
+            is_best = shorter(ms, self.best_ms) or (
+                schedule.method == self._asked
+                and is_better(ms, schedule.method, self.best_ms, self.best.method if self.best else "")
+            )
             kinds = [kind for kind, best in self._best_of.items() if shorter(ms, best.ms) and kind(schedule)]
             if not (is_best or kinds):
                 return None

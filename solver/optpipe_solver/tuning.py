@@ -36,7 +36,9 @@ AUTO = (
     EngineRun("lns", 0.14, repeat=True),  # windows of the best schedule of all
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
     EngineRun("lns", 0.14, repeat=True, from_heuristics=True),  # windows where the best schedule is a dead end
+    EngineRun(methods.MILP, 0.03, repeat=True),  # its windows too, and the whole up to `MILP_OPS`
 )
+MILP_OPS = 60  # compute ops up to which `auto` solves the whole MILP; CP-SAT is quicker in all that it takes longer for
 
 # The portfolio's time
 PARALLEL = 2  # searches that run side by side

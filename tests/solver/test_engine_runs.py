@@ -17,7 +17,7 @@ from optpipe.process.protocol import Incumbent, Programs, Ready, Request
 from optpipe_solver import clock, engines, systems, tuning
 from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.heuristics import generate
-from optpipe_solver.methods import ENGINES, HEURISTICS, MILP
+from optpipe_solver.methods import ENGINES, HEURISTICS
 from optpipe_solver.portfolio import engine_runs as engine_runs_module
 from optpipe_solver.portfolio.engine_runs import EngineProcess, EngineProcesses, EngineRuns
 from optpipe_solver.portfolio.portfolio import incumbents_of
@@ -205,12 +205,12 @@ def test_heuristics_wait_only_for_an_engine_that_was_started() -> None:
     assert not runs.loading
 
 
-@pytest.mark.parametrize(("engine", "counts"), [("milp", False), ("lns", True)])
-def test_with_one_thread_the_milp_has_all_of_the_time(engine: str, counts: bool, started: list[Started]) -> None:
-    """Its solvers count no work, so none of the clock is kept for a busy machine."""
-    runs = searching([EngineRun(engine)], method=engine, threads=1)
-    runs.start_next(beside_heuristics=False)
-    assert (started[0].allotted_s < 900.0) == counts
+@pytest.mark.parametrize(("asked", "most"), [({}, tuning.MILP_OPS), ({"milp_ops": 7}, 7), ({"method": "milp"}, None)])
+def test_auto_solves_small_problems_whole_by_milp(asked: dict[str, object], most: int | None, monkeypatch) -> None:
+    each: list[Request] = []
+    monkeypatch.setattr(EngineProcesses, "start", lambda self, request, *_: each.append(request))
+    searching([], **asked).start(EngineRun("milp"), 5.0, 1)
+    assert [request.milp_ops for request in each] == [most]
 
 
 TWENTY_FORWARDS = chain(m=10)  # 20 forwards
@@ -247,7 +247,7 @@ def test_a_method_that_is_named_has_the_time_to_itself():
 
 
 def test_the_table_itself_fits_the_time():
-    assert {run.engine for run in tuning.AUTO} == {*ENGINES} - {MILP}
+    assert {run.engine for run in tuning.AUTO} == {*ENGINES}
     assert sum(run.share for run in tuning.AUTO) <= 1.0  # runs that repeat fill the rest
     assert [tuning.heuristics_share(seconds) for seconds in (60.0, 4.0, 1.0)] == [
         tuning.HEURISTICS_SHARE,

@@ -5,10 +5,14 @@ import re
 import sys
 from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.examples import examples
 from support.oracles.enumeration import EXHAUSTIVE, SPAN, best_of_all, problem_of, stage
 from support.oracles.milp import Solver
 
@@ -16,9 +20,9 @@ from optpipe import Problem, Schedule
 from optpipe.evaluate.objective import Objective
 from optpipe.process.child import Child
 from optpipe.process.protocol import Incumbent, Note, Programs, Request
-from optpipe_solver.milp.backends import UnavailableError, find_backend, is_licensed
+from optpipe_solver.milp.backends import PIP_SIZE, UnavailableError, find_backend, is_licensed
 from optpipe_solver.milp.model import Model, all_orders, no_cycles_of_three
-from optpipe_solver.milp.rows import Rows
+from optpipe_solver.milp.rows import FALSE, TRUE, Rows
 from optpipe_solver.milp.variables import ALL, WITHOUT_STEPS
 
 SWITCHES = {
@@ -37,6 +41,7 @@ SWITCHES = {
     "plain but in order of entry": replace(WITHOUT_STEPS, order="entry"),
     "plain but in one order": replace(WITHOUT_STEPS, order="stages"),
 }
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 BACKENDS = {"gurobi": "gurobipy", "pulp": "pulp", "pulp:HiGHS": "pulp"}
 
 
@@ -94,6 +99,44 @@ def test_triangles_leave_no_cycle_of_three_and_all_orders() -> None:
     assert sum(allowed) == 6
 
 
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Rows, int]:
+    """Four literals and six times, in an order that none contradicts; some rows hold only with literals."""
+    rows = Rows()
+    literals = [rows.new_literal() for _ in range(4)]
+    times = [rows.new_variable(draw(st.integers(0, 3)), 30.0) for _ in range(6)]
+    either = st.sampled_from(literals).flatmap(lambda literal: st.sampled_from([literal, ~literal]))
+    for later, earlier in draw(st.lists(st.sampled_from([*combinations(reversed(times), 2)]), min_size=4, max_size=14)):
+        span = draw(st.integers(0, 3)), draw(st.one_of(st.sampled_from([TRUE, FALSE]), either))
+        rows.add_follows(later, earlier, draw(st.integers(0, 4)), span, tuple(draw(st.lists(either, max_size=2))))
+    for clause in draw(st.lists(st.lists(either, min_size=1, max_size=3), max_size=4)):
+        rows.add_clause(*clause)
+    return rows, draw(st.sampled_from(times))
+
+
+def least(rows: Rows, objective: int) -> float:
+    """The least value of a variable, by trying all binaries; infinite where no values satisfy all rows."""
+    free, best = np.flatnonzero(rows.binary), np.inf
+    for values in product((0.0, 1.0), repeat=len(free)):
+        x = np.array(rows.lower)
+        x[free] = values
+        x = rows.earliest(x)
+        if (x <= np.array(rows.upper) + 1e-9).all() and all(
+            np.dot(value, x[index]) >= at_least - 1e-9 for index, value, at_least in rows.each()
+        ):
+            best = min(best, float(x[objective]))
+    return best
+
+
+@settings(max_examples=examples(200))
+@given(programs())
+def test_reduced_rows_have_the_same_optimum(program: tuple[Rows, int]) -> None:
+    rows, objective = program
+    reduced, kept = rows.reduced(objective)
+    assert reduced.length <= rows.length
+    assert least(reduced, kept.tolist().index(objective)) == least(rows, objective)
+
+
 def test_a_request_says_which_triangles_are_rows() -> None:
     rows = []
     for triangles in ("none", "compute", "all"):
@@ -130,6 +173,20 @@ def test_what_is_too_large_for_pips_licence_of_gurobi_highs_solves(solver: Solve
     texts = [frame.text for frame in solver.frames(problem, solver=name, time_limit_s=3.0) if isinstance(frame, Note)]
     assert any(text.endswith("HiGHS solves it instead") for text in texts)
     assert any(text.startswith("milp: HiGHS: ") for text in texts)
+
+
+def test_windows_shrink_to_what_the_licence_is_for(solver: Solver) -> None:
+    """Of 96 compute ops; some windows of 30 have more than 2,000 rows."""
+    pytest.importorskip("gurobipy")
+    if is_licensed("gurobi"):
+        pytest.skip("there is a licence")
+    problem = Problem.load(EXAMPLES / "shared-pcie-4x8.json")
+    frames = solver.frames(problem, solver="gurobi", time_limit_s=10.0, milp_ops=1)
+    texts = [frame.text for frame in frames if isinstance(frame, Note)]
+    assert not any("HiGHS" in text for text in texts)
+    size = re.fullmatch(r"milp: \d+ windows, .*; the last by Gurobi of (\d+) variables, (\d+) rows", texts[0])
+    assert size
+    assert max(map(int, size.groups())) <= PIP_SIZE
 
 
 def test_a_solver_that_pulp_lacks_is_a_note(solver: Solver) -> None:

@@ -23,7 +23,7 @@ from optpipe.process.protocol import Bound, Frame, Incumbent, Note, Programs, Re
 from optpipe.results import Result
 from optpipe_solver import clock, systems, tuning
 from optpipe_solver.heuristics import STREAMS, generate
-from optpipe_solver.portfolio import Portfolio, engine_runs
+from optpipe_solver.portfolio import Portfolio, engine_runs, heuristic_runs, portfolio
 from optpipe_solver.tuning import EngineRun
 
 TESTS = Path(__file__).parents[1]
@@ -217,16 +217,34 @@ def test_the_milp_runs_if_it_is_asked_for_though_heuristics_meet_the_bound(engin
     assert notes(run(proven, method="cpsat")) == []
 
 
-@pytest.mark.parametrize("method", ["milp", "auto"])
-def test_how_the_milp_ended_is_told_to_who_asked_for_it(method, monkeypatch):
+def test_a_search_says_how_the_milp_ended():
+    told = notes(run(pipeline(2, 2, memory=8), method="milp", solver="highs"))
+    assert {text.partition(" after ")[0] for text in told} == {"milp: HiGHS: optimal"}
+
+
+def test_in_auto_the_milps_schedules_and_bounds_count_and_notes_say_what_it_did(monkeypatch):
     monkeypatch.setattr(tuning, "AUTO", (EngineRun("milp", 1.0),))
-    told = [
-        text.partition(" after ")[0] for text in notes(run(pipeline(2, 2, memory=8), method=method, solver="highs"))
-    ]
-    if method == "milp":
-        assert set(told) == {"milp: HiGHS: optimal"}
-    else:
-        assert told == []
+    monkeypatch.setattr(tuning, "HEURISTIC", "naive")
+    monkeypatch.setattr(heuristic_runs, "variants", lambda problem: iter(()))
+    problem = pipeline(2, 2, memory=8)
+    frames = run(problem, solver="highs")
+    assert [(frame.method, frame.lower_bound_ms) for frame in frames if isinstance(frame, Bound)][-1] == ("milp", 92.0)
+    assert [(each.method, each.makespan_ms) for each in schedules(frames, problem)][-1] == ("milp", 92.0)
+    (note,) = [frame for frame in frames if isinstance(frame, Note)]
+    assert "its own best 92 ms" in note.text
+    assert not note.ongoing
+
+
+def test_in_auto_a_schedule_of_the_milp_that_is_no_shorter_changes_nothing(monkeypatch):
+    """Who asks for the MILP sees its own; else what came first stays."""
+    problem, each = pipeline(2, 2, memory=8), []
+    schedule = generate("adaoffload", problem)
+    for method in ("auto", "milp"):
+        keeper = portfolio.incumbents_of(Request(problem=problem, method=method), each.append)
+        for found in (schedule, replace(schedule, method="milp")):
+            assert keeper.offer(found) is None
+        assert keeper.best is not None
+        assert keeper.best.method == {"auto": "adaoffload"}.get(method, "milp")
 
 
 def test_a_heuristic_that_does_not_fit_or_fails_is_told_of(engines, monkeypatch):

@@ -6,6 +6,7 @@ A backend's library is loaded when the backend is chosen: any of them may be mis
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 import time
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-8
 MARGIN = 1e-6  # bounds are lowered by that, so that the tolerance makes none wrong
 INFINITE = 1e100  # no solver's bound
+# HiGHS calls back after a fixed amount of work: by entry of the matrix, this many times in a second before it branches
+# and after that, half of what a quiet machine does. Work is the same again where time is not.
+ROOT_PER_S, TREE_PER_S = 200_000, 5_000_000
 MOST_NODES = 500  # of HiGHS for completing a start, which has to be quick
 PIP_SIZE = 2000  # variables and rows that the licence of gurobipy is for
 CBC = ("PULP_CBC_CMD", "COIN_CMD")
@@ -53,7 +57,7 @@ class Task:
     rows: Rows
     objective: int  # the number of the variable (Eq. 2)
     start: dict[int, float]  # values of binaries to start from, empty to start from nothing
-    clock: Clock  # of wall time
+    clock: Clock  # gets the work where it counts it
     threads: int
     seed: int
     on_solution: Callable[[Floats], None]  # gets each better x as soon as the backend has it
@@ -143,6 +147,13 @@ def is_licensed(solver: str) -> bool:
     return name in ("auto", "gurobi") and _gurobi_is_licensed()
 
 
+def most_rows(solver: str) -> float:
+    """How many rows, and variables, a backend takes: Gurobi, also PuLP's, no more than its licence is for."""
+    kind, _, within = solver.partition(":")
+    is_gurobi = usual_name(within if kind.lower() == "pulp" else kind) == "gurobi"
+    return PIP_SIZE if is_gurobi and not _gurobi_is_licensed() else math.inf
+
+
 class _BestBound:
     """The best bound of a search, in the model's time; each better one goes to the task."""
 
@@ -179,6 +190,7 @@ def _minimize_by_highs(task: Task) -> Outcome:
         HighsModelStatus.kOptimal: "optimal",
         HighsModelStatus.kInfeasible: "infeasible",
         HighsModelStatus.kTimeLimit: "time is up",
+        HighsModelStatus.kInterrupt: "time is up",
     }
     nodes = max(0, int(info.mip_node_count))  # -1: infeasible without any
     return Outcome("HiGHS", endings.get(status, "ended"), best.value, nodes)
@@ -199,6 +211,15 @@ def _completed(task: Task) -> Floats | None:
 
 def _run_highs(highs: highspy.Highs, task: Task) -> None:
     """Its limit counts from the start of this run; its threads are the process's, and the first run fixes how many."""
+    entries = len(task.rows.matrix()[2])
+
+    def count(event: highspy.highs.HighsCallbackEvent) -> None:
+        task.clock.count(entries, TREE_PER_S if event.data_out.mip_node_count > 0 else ROOT_PER_S)
+        event.data_in.user_interrupt = task.clock.over
+
+    if task.clock.counts:
+        task.clock.count(entries, ROOT_PER_S)
+        highs.cbMipInterrupt += count
     highs.resetGlobalScheduler(True)
     highs.setOptionValue("time_limit", task.clock.wall_left_s)
     highs.run()
@@ -308,16 +329,20 @@ def _run_gurobi(model: gurobipy.Model, task: Task) -> Outcome:
             best.offer(model.cbGet(GRB.Callback.MIP_OBJBND))
 
     model.Params.TimeLimit = task.clock.wall_left_s
+    if task.clock.counts:
+        model.Params.WorkLimit = task.clock.left_s  # a unit of work is about a second
     model.optimize(callback)
+    task.clock.spend(model.Work)
     if model.SolCount:
         task.on_solution(np.array(model.getAttr(GRB.Attr.X, variables)))
-    if model.Status in (GRB.OPTIMAL, GRB.TIME_LIMIT):
+    if model.Status in (GRB.OPTIMAL, GRB.TIME_LIMIT, GRB.WORK_LIMIT):
         best.offer(model.ObjBound)
     endings: dict[int, Status] = {
         GRB.OPTIMAL: "optimal",
         GRB.INFEASIBLE: "infeasible",
         GRB.INF_OR_UNBD: "infeasible",
         GRB.TIME_LIMIT: "time is up",
+        GRB.WORK_LIMIT: "time is up",
     }
     return Outcome("Gurobi", endings.get(model.Status, "ended"), best.value, int(model.NodeCount))
 
@@ -354,14 +379,16 @@ def _minimize_by_pulp(name: str, task: Task) -> Outcome:
         x[list(task.start)] = list(task.start.values())
         for variable, value in zip(variables, rows.earliest(x).tolist(), strict=True):
             variable.setInitialValue(value, check=False)
-    began, seconds = time.monotonic(), PULP_SHARE * task.clock.wall_left_s
+    began, seconds = time.monotonic(), PULP_SHARE * task.clock.left_s
     if not seconds:  # some of PuLP's solvers take 0 for no limit
         return Outcome(shown, "time is up")
     try:
         problem.solve(_solver_of_pulp(name, seconds, task))
     except Exception as error:  # PuLP lets through what a solver's own library raises
         raise UnavailableError(f"{shown} failed: {error}") from None
-    used_its_time = time.monotonic() - began >= NEARLY * seconds
+    took_s = time.monotonic() - began
+    task.clock.spend(took_s)
+    used_its_time = took_s >= NEARLY * seconds
     x = np.array([variable.value() or 0.0 for variable in variables])
     match problem.sol_status:
         case pulp.LpSolutionOptimal:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, combinations, product
 
 import numpy as np
 
 from optpipe.evaluate.objective import TOLERANCE, Objective
-from optpipe.model.arrays import Floats
+from optpipe.model.arrays import Floats, Ints
 from optpipe.model.costs import FORWARDS
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
@@ -92,6 +93,11 @@ class Model:
         fits_all = self.units.down or self.units.lossless
         is_whole = self._window is None and self.problem.layers is None
         return is_whole and not inexpressible(self.problem) and any_order and fits_all
+
+    @cached_property
+    def reduced(self) -> tuple[Rows, Ints]:
+        """What a solver gets, and the numbers that its variables have in `rows`."""
+        return self.rows.reduced(self.variables.length)
 
     def starts(self, x: Floats) -> dict[Op, float]:
         """The start in ms of every op, in the schedule that the binaries of a solution describe, exact and as early as
@@ -185,11 +191,18 @@ def work_before_and_after(v: Variables, objective: Objective) -> None:
     for y, end in enumerate(v.end):
         same_device = paths.device == paths.device[y]
         others = [x for x in np.flatnonzero(same_device).tolist() if x != y]
-        soonest = float(paths.head[same_device].min())
-        add([(1.0, end)], [(-float(paths.time[x]), v.op_before[x, y]) for x in others], soonest + float(paths.time[y]))
+        soonest = float(paths.head[same_device].min() + paths.time[y])
+        rest = float((paths.tail - paths.time)[same_device].min())
+        before = [(-float(paths.time[x]), v.op_before[x, y]) for x in others]
+        after = [(-float(paths.time[x]), v.op_before[y, x]) for x in others]
+        if all(literal.var < 0 for _, literal in before):
+            v.rows.lower[end] = max(v.rows.lower[end], soonest - sum(ms for ms, holds in before if holds == TRUE))
+            if objective == "makespan":
+                v.rows.add_follows(v.length, end, rest - sum(ms for ms, holds in after if holds == TRUE))
+            continue
+        add([(1.0, end)], before, soonest)
         if objective == "makespan":
-            rest = float((paths.tail - paths.time)[same_device].min())
-            add([(1.0, v.length), (-1.0, end)], [(-float(paths.time[x]), v.op_before[y, x]) for x in others], rest)
+            add([(1.0, v.length), (-1.0, end)], after, rest)
 
 
 def forward_offload_reload_backward(v: Variables) -> None:

@@ -12,6 +12,7 @@ from optpipe.evaluate.objective import TOLERANCE
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
+from optpipe_solver.milp.rows import longest_paths
 
 COMPUTE = (Kind.F, Kind.B, Kind.W)  # the compute ops of the model
 MicrobatchOrder = OneOf["none", "entry", "stages"]
@@ -77,8 +78,6 @@ class LongestPaths:
         self.arcs = [(self.number[a], self.number[b], ms * scale) for a, b, ms in arcs]
         # (n, n) the least time from x's start to y's start, -inf where x need not precede y.
         self.lag: Floats = np.full((len(self.ops), len(self.ops)), -np.inf)
-        for x, y, delay in self.arcs:
-            self.lag[x, y] = max(self.lag[x, y], self.time[x] + delay)
         self._close_transitively()
         # (n, n) whether the model fixes that x precedes y: all that follows or, if not `determined`, what one equation
         # fixes: the arcs, and all pairs of a stage and kind that Eq. 1 orders, not neighbours only.
@@ -114,27 +113,13 @@ class LongestPaths:
                 return
             for x, y in pairs:
                 self.arcs.append((x, y, 0.0))
-                self.lag[x, y] = max(self.lag[x, y], self.time[x])
             self._close_transitively()
 
     def _close_transitively(self) -> None:
-        """Each op has the longest paths of those that follow it: backwards in an order that keeps every arc."""
-        followers: list[list[int]] = [[] for _ in self.ops]
-        waits = [0] * len(self.ops)
-        for x, y, _ in self.arcs:
-            followers[x].append(y)
-            waits[y] += 1
-        order = [x for x, n in enumerate(waits) if n == 0]
-        for x in order:
-            for y in followers[x]:
-                waits[y] -= 1
-                if waits[y] == 0:
-                    order.append(y)
-        self._acyclic = len(order) == len(self.ops)
-        for x in reversed(order):
-            direct = self.lag[x].copy()
-            for y in followers[x]:
-                np.maximum(self.lag[x], direct[y] + self.lag[y], out=self.lag[x])
+        lag = longest_paths(len(self.ops), [(y, x, self.time[x] + delay) for x, y, delay in self.arcs])
+        self._acyclic = lag is not None
+        if lag is not None:
+            self.lag = lag
         # (n,) the earliest start of each op, and the least time from it to the end of all that follows.
         self.head: Floats = np.maximum(0.0, self.lag.max(axis=0))
         self.tail: Floats = np.maximum(self.time, (self.lag + self.time).max(axis=1))

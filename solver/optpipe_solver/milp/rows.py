@@ -51,6 +51,7 @@ class Rows:
         self.binary: list[bool] = []
         self.at_least: list[float] = []
         self.precedences: list[Precedence] = []
+        self._is_precedence: list[bool] = []  # by row
         self._begins: list[int] = [0]
         self._index: list[int] = []
         self._value: list[float] = []
@@ -79,6 +80,7 @@ class Rows:
         self._value += row.values()
         self._begins.append(len(self._index))
         self.at_least.append(at_least)
+        self._is_precedence.append(False)
 
     def add_clause(self, *literals: Literal) -> None:
         """Adds: at least one of the literals holds."""
@@ -96,8 +98,9 @@ class Rows:
         when, (length, counts) = tuple(literal for literal in when if literal != TRUE), span
         big = self.upper[earlier] + gap + length - self.lower[later] if self._big_m is None else self._big_m
         if big > 0 or not when:
-            literals = [(-length, counts), *((-big, literal) for literal in when)]
+            literals, before = [(-length, counts), *((-big, literal) for literal in when)], len(self.at_least)
             self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when))
+            self._is_precedence[before:] = [True] * (len(self.at_least) - before)
 
     def add_capacity(self, sizes: Iterable[Term], limit: int) -> None:
         """Adds: the sizes of the literals that hold add up to `limit` at most. Sizes may be negative."""
@@ -114,6 +117,51 @@ class Rows:
         if sum(size for size, _ in terms) > room:
             unit = gcd(*(size for size, _ in terms))
             self.add((), [(-float(size // unit), literal) for size, literal in terms], -float(room // unit))
+
+    def reduced(self, objective: int) -> tuple[Rows, Ints]:
+        """The same program for one variable's minimum in fewer rows and variables, and (variables,) the numbers that
+        these have here.
+
+        Of the precedences without literals only the longest paths between variables of other rows are left, those that
+        do not follow from others, and the bounds that they mean.
+        """
+        times = np.flatnonzero(~np.array(self.binary))
+        place = {var: k for k, var in enumerate(times.tolist())}
+        fixed, decided = list[Precedence](), list[Precedence]()
+        for p in self.precedences:
+            (fixed if all(literal.var < 0 for literal in (p.span[1], *p.when)) else decided).append(p)
+        arcs = [(place[p.later], place[p.earlier], p.gap + p.span[0] * (p.span[1] == TRUE)) for p in fixed]
+        lag = longest_paths(len(times), arcs)
+        if self._big_m is not None or lag is None:
+            return self, np.arange(len(self.lower))
+        lower, upper = np.array(self.lower), np.array(self.upper)
+        lower[times] = np.maximum(lower[times], (lower[times][:, None] + lag).max(axis=0))
+        upper[times] = np.maximum(np.minimum(upper[times], (upper[times] - lag).min(axis=1)), lower[times])
+        others = [row for row, follows in zip(self.each(), self._is_precedence, strict=True) if not follows]
+        decided = [p for p in decided if lag[place[p.earlier], place[p.later]] < p.gap + p.span[0]]
+        decided = [p for p in decided if lower[p.later] - upper[p.earlier] < p.gap + p.span[0]]
+        used = {objective, -1, *(var for index, _, _ in others for var in index)}
+        used |= {var for p in decided for var in (p.later, p.earlier, p.span[1].var, *(each.var for each in p.when))}
+        kept = sorted(used - {-1})
+        rows, number = Rows(), {var: k for k, var in enumerate(kept)} | {-1: -1}
+        rows.lower, rows.upper, rows.binary = lower[kept].tolist(), upper[kept].tolist(), [self.binary[x] for x in kept]
+        for index, value, at_least in others:
+            rows.add([(c, number[var]) for var, c in zip(index, value, strict=True)], (), at_least)
+        for later, earlier, gap, (length, counts), when in decided:
+            span = length, counts._replace(var=number[counts.var])
+            literals = tuple(literal._replace(var=number[literal.var]) for literal in when)
+            rows.add_follows(number[later], number[earlier], gap, span, literals)
+        left = np.array([var for var in kept if var in place])
+        lag = lag[np.ix_(*2 * [[place[var] for var in left.tolist()]])]
+        for x, direct in enumerate(lag):
+            for y in np.flatnonzero((direct[:, None] + lag).max(axis=0) < direct).tolist():
+                rows.add_follows(number[left[y]], number[left[x]], float(direct[y]))
+        return rows, np.array(kept)
+
+    @property
+    def length(self) -> int:
+        """How many rows it has, or variables where these are more."""
+        return max(len(self.lower), len(self.at_least))
 
     @property
     def size(self) -> str:
@@ -147,6 +195,28 @@ class Rows:
             if np.array_equal(before, times):
                 break
         return times
+
+
+def longest_paths(nodes: int, arcs: Iterable[tuple[int, int, float]]) -> Floats | None:
+    """(nodes, nodes) the longest path from the first to the second, -inf without any; of arcs to a node, from one, and
+    their lengths. None if there is a cycle."""
+    lag: Floats = np.full((nodes, nodes), -np.inf)
+    followers, waits = [set[int]() for _ in range(nodes)], [0] * nodes
+    for y, x, length in arcs:
+        lag[x, y] = max(lag[x, y], length)
+        waits[y] += y not in followers[x]
+        followers[x].add(y)
+    order = [x for x, n in enumerate(waits) if n == 0]
+    for x in order:
+        for y in followers[x]:
+            waits[y] -= 1
+            if waits[y] == 0:
+                order.append(y)
+    for x in reversed(order):
+        direct = lag[x].copy()
+        for y in followers[x]:
+            np.maximum(lag[x], direct[y] + lag[y], out=lag[x])
+    return lag if len(order) == nodes else None
 
 
 def _linear_form(

@@ -9,6 +9,8 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
+import numpy as np
+
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms, reaches, shorter
 from optpipe.lift import lift, prune
 from optpipe.model.arrays import Floats
@@ -19,12 +21,12 @@ from optpipe_solver.clock import Clock
 from optpipe_solver.exact import common_step_ms, serial_ms
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbents import Emit, Incumbents
-from optpipe_solver.milp.backends import MARGIN, Outcome, Task, is_licensed, minimize
+from optpipe_solver.milp.backends import MARGIN, Outcome, Task, is_licensed, minimize, most_rows
 from optpipe_solver.milp.model import Model, inexpressible, order_is_free
 from optpipe_solver.milp.paths import MicrobatchOrder, compute_ops
 from optpipe_solver.milp.reading import Reading
 from optpipe_solver.milp.variables import ALL, Switches, Units, assignment
-from optpipe_solver.milp.windows import FIRST_OPS, MOST_S, WindowChoice
+from optpipe_solver.milp.windows import FEWEST_OPS, FIRST_OPS, MOST_S, WindowChoice
 
 METHOD = "milp"
 SHARE = 0.95  # of the time is for searches: the report on how they ended must be in time
@@ -37,6 +39,7 @@ ORDERS: dict[MicrobatchOrder, str] = {  # of micro-batches that do not differ; o
 LEAST_GAIN = 1e-4  # of the length, in a window
 STEP_SHARE = 0.99  # of the step between lengths: what is left of it is more than solvers' tolerances
 WINDOWS_SHARE = 0.5  # of the time at most, if the whole problem follows
+PAIRS_PER_S, ROWS_PER_S = 1e7, 2e4  # of ops, to find longest paths; to write; half of what a quiet machine does
 VAIN_WINDOWS = 6  # in a row that shorten nothing, until the whole problem follows
 
 # Compute ops up to which the whole problem is solved, unless the user sets another limit or has a licence of
@@ -45,14 +48,14 @@ VAIN_WINDOWS = 6  # in a row that shorten nothing, until the whole problem follo
 MOST_OPS = 400
 
 
-def solve(request: Request, emit: Emit, switches: Switches = ALL) -> None:
+def solve(request: Request, emit: Emit, switches: Switches = ALL) -> float | None:
     """Solves windows of the best schedule and, if it has `milp_ops` compute ops at most, the whole problem.
 
     Emits each schedule that is better than the warm start and those before, bounds that hold for every schedule, and
     notes: how each search ended, which schedules were rejected, and, once, that a backend is not available and HiGHS
-    takes its place.
+    takes its place. Returns the seconds of counted work; None where the wall's time counts.
     """
-    clock = Clock(SHARE * request.time_limit_s)
+    clock = Clock.for_request(request).share(SHARE)
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
     search.report("the first model was not written yet", ongoing=True)
     if switches.warm_start and search.incumbents.best is None:  # section 4.1.3
@@ -64,10 +67,13 @@ def solve(request: Request, emit: Emit, switches: Switches = ALL) -> None:
     if search.incumbents.best and (ops > FIRST_OPS or not is_whole):
         windows_clock = clock.share(WINDOWS_SHARE) if is_whole else clock
         search.improve(windows_clock, VAIN_WINDOWS if is_whole else math.inf, switches)
+        if is_whole:
+            clock.spend(windows_clock.spent_s or 0.0)
     if is_whole:
         search.run(clock, switches)
     else:
         search.report(f"no search of the whole, as it has {ops} compute ops, and milp_ops = {most}")
+    return clock.spent_s
 
 
 class _Search:
@@ -95,13 +101,17 @@ class _Search:
             window, is_strict = choice.window(reading), self._own_ms < math.inf
             horizon_ms = self._horizon_ms * (1 - LEAST_GAIN * is_strict)
             model = Model(self._problem, self._request.objective, horizon_ms, switches, window=window)
-            outcome = Outcome("", "infeasible")
-            if model.possible:
-                solver, outcome = self._solve(model, solver, Clock(MOST_S, whole=clock), lambda outcome: None)
+            outcome, within = Outcome("", "infeasible"), Clock(min(MOST_S, clock.left_s), clock.counts, whole=clock)
+            within.count(len(reading.compute) ** 2, PAIRS_PER_S)
+            if model.possible and len(window.free) > FEWEST_OPS and model.reduced[0].length > most_rows(solver):
+                outcome = Outcome("", "ended")
+            elif model.possible:
+                solver, outcome = self._solve(model, solver, within, lambda outcome: None)
                 solved, vain = solved + 1, vain + 1
-                text = f"the last by {outcome.solver} of {model.rows.size}"
+                text = f"the last by {outcome.solver} of {model.reduced[0].size}"
             decided = outcome.status in ("optimal", "infeasible")
-            choice.learn(decided, outcome.seconds)
+            clock.spend(within.spent_s or 0.0)
+            choice.learn(decided, outcome.seconds if within.spent_s is None else within.spent_s)
             if self.incumbents.best_ms < before_ms:
                 gained, vain = gained + 1, 0
             elif decided and len(window.free) == len(reading.compute) and is_strict:
@@ -179,11 +189,14 @@ class _Search:
         if outcome.bound is not None:
             bound = f"bound {self._in_steps(outcome.bound / model.scale * (1 - MARGIN)):.6g} ms"
         progress = f"{outcome.solver}: {outcome.status}{after}{nodes}, {self._own_best}, {bound}"
-        self.report(f"{progress}; {model.rows.size}, with {name}", ongoing)
+        self.report(f"{progress}; {model.reduced[0].size}, with {name}", ongoing)
 
     def _solve(self, model: Model, solver: str, clock: Clock, report: Callable[[Outcome], None]) -> tuple[str, Outcome]:
         """Solves a model and reports on the way. Returns the backend that did it, and how it ended."""
         latest = Outcome("", "not ended")
+        rows, kept = model.reduced
+        clock.count(len(model.rows.at_least), ROWS_PER_S)
+        number = {var: k for k, var in enumerate(kept.tolist())}
 
         def report_bound(outcome: Outcome) -> None:
             nonlocal latest
@@ -191,7 +204,9 @@ class _Search:
             report(outcome)
 
         def on_solution(x: Floats) -> None:
-            schedule = prune(lift(self._problem, model.starts(x), METHOD))
+            values = np.zeros(len(model.rows.lower))
+            values[kept] = x
+            schedule = prune(lift(self._problem, model.starts(values), METHOD))
             wrong = self.incumbents.offer(schedule)
             if not wrong and not check(self._problem, schedule):  # one that is no better was not checked
                 self._own_ms = min(self._own_ms, length_ms(schedule, self._request.objective))
@@ -206,10 +221,11 @@ class _Search:
 
         best = self.incumbents.best
         is_strict = self._has_best and self._request.objective == "makespan"  # the best itself is no solution
+        start = assignment(model.variables, best) if best and not is_strict else {}
         task = Task(
-            rows=model.rows,
-            objective=model.variables.length,
-            start=assignment(model.variables, best) if best and not is_strict else {},
+            rows=rows,
+            objective=number[model.variables.length],
+            start={number[var]: value for var, value in start.items() if var in number},
             clock=clock,
             threads=self._request.threads,
             seed=self._request.seed,

@@ -23,7 +23,7 @@ from optpipe.schedule import Schedule
 from optpipe_solver import engines, tuning
 from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit, Incumbents
-from optpipe_solver.methods import MILP, RELAX
+from optpipe_solver.methods import RELAX
 from optpipe_solver.schedule_facts import is_listed, is_modelled
 from optpipe_solver.tuning import EngineRun
 
@@ -112,7 +112,6 @@ class EngineRuns:
     """The planned runs of engines, and those that are under way.
 
     With one thread an engine's share is planned in seconds of counted work, and the next engine has what is left of it.
-    The MILP's solvers count none: asked for by name, it goes by the clock.
     """
 
     def __init__(
@@ -123,11 +122,10 @@ class EngineRuns:
         self._processes = EngineProcesses()
         beside = request.method in ("auto", RELAX)  # what gives bounds only need not wait for heuristics
         self._parallel = tuning.side_by_side(request.threads) if beside else 1
-        counts = clock.counts and request.method != MILP
         self._engines_s = (1 - tuning.heuristics_share(clock.seconds)) * clock.seconds  # summed shares are of this
-        self._engines_s *= tuning.COUNTED_SHARE if counts else 1
+        self._engines_s *= tuning.COUNTED_SHARE if clock.counts else 1
         # By count what no engine has used yet; by the clock all that is left.
-        self._clock = Clock(self._engines_s if counts else clock.seconds, counts, inf, whole=clock)
+        self._clock = Clock(self._engines_s if clock.counts else clock.seconds, clock.counts, inf, whole=clock)
         self._started = 0
         self._any_ready = False  # whether an engine's search has begun
         self._exhausted: list[tuple[str, Schedule | None]] = []  # an engine that found no more to do, and from where
@@ -198,6 +196,8 @@ class EngineRuns:
             "threads": threads,
             "seed": (self._request.seed + self._started) % 2**31,
         }
+        if self._request.method == "auto" and self._request.milp_ops is None:
+            asked["milp_ops"] = tuning.MILP_OPS
         self._started += 1
         start, deadline = self._start_for(run), self._deadline(allotted_s, LOADING_S)
         self._processes.start(self._request.model_copy(update=asked), start, deadline, allotted_s)
@@ -235,9 +235,9 @@ class EngineRuns:
                 else:
                     self._incumbents.raise_bound(claim_ms, message.method)
             case Note(method=method):
-                if method in ("", self._request.method):  # a report is for who asked for the engine
+                if method == self._request.method or not message.ongoing:  # how far it is, is for who asked for it
                     self._emit(message)
-                    process.report = message if method else process.report
+                process.report = message if method else process.report
             case OptPipeError():
                 self._emit(Note(text=f"{process.engine} failed: {message}"))
                 self._cancel(process.engine)
