@@ -24,6 +24,7 @@ BENCHMARKS = {
     "builds": Benchmark("builds", "two builds side by side: what their searches reach"),
     "pareto": Benchmark("pareto", "memory against makespan, of everything published and of the solver"),
     "milp": Benchmark("milp", "what each step of the paper's MILP is worth"),
+    "gaps": Benchmark("milp", "how soon two builds' MILPs, or kinds of triangle cuts, close a gap"),
     "scale": Benchmark("scale", "how the cost of a search grows with the pipeline"),
     "cache": Benchmark("cache", "what a fresh install finds of ordinary problems"),
     "reuse": Benchmark("reuse", "how good a cached schedule is for a similar problem"),

@@ -1,12 +1,20 @@
-"""What each practical step of OptPipe, section 4.1, is worth."""
+"""What each practical step of OptPipe, section 4.1, is worth; and two builds, or triangle cuts, side by side."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean, median
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from cyclopts.types import PositiveFloat, PositiveInt
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
@@ -120,3 +128,119 @@ def line(row: dict[str, Any]) -> str:
     shown = [f"{x if isinstance(x, str | int) else f'{x:.5g}':>10}" for x in figures]
     shown.append(f"{gap if isinstance(gap, str) else f'{gap:.1%}':>8}")
     return f"{row['size']:6}{row['switches']:22}{row['solver']:12}{''.join(shown)}"
+
+
+# Two builds, or kinds of triangle cuts, side by side
+
+PARTS = (  # of examples, with their devices and micro-batches: 72 to 384 compute ops
+    *(("fastlink-8x16", 4, 6), ("slowlink-8x16", 4, 6), ("uneven-6x12", 4, 6), ("shared-pcie-4x8", 4, 6)),
+    *(("shared-pcie-4x8", 4, 8), ("fastlink-8x16", 5, 8), ("slowlink-8x16", 5, 8), ("slowlink-8x16", 6, 8)),
+    *(("half-memory-8x16", 6, 10), ("half-memory-8x16", 8, 16)),
+)
+TRACED = """
+import json, sys, time
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Bound, Incumbent, Programs, Request
+from optpipe_solver.bounds import trivial_bound
+from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.milp import search
+from optpipe_solver.milp.variables import Switches
+
+path, seconds, seed, triangles = sys.argv[1:]
+problem = Problem.load(path)
+warm = next(STREAMS["adaoffload"](problem, "makespan"))
+ms, bound_ms, steps = warm.makespan_ms, trivial_bound(problem), []
+
+def emit(frame):
+    global ms, bound_ms
+    if isinstance(frame, Incumbent):
+        ms = min(ms, frame.schedule.schedule(problem).makespan_ms)
+    elif isinstance(frame, Bound):
+        bound_ms = max(bound_ms, frame.lower_bound_ms)
+    steps.append((time.process_time() - began, max(0.0, 1 - bound_ms / ms)))
+
+asked = {"time_limit_s": float(seconds), "threads": 1, "seed": int(seed), "solver": "highs"}
+began = time.process_time()
+request = Request(problem=problem, method="milp", warm_start=Programs.from_schedule(warm), **asked)
+search.solve(request, emit, Switches(**({"triangles": triangles} if triangles else {})))
+print(json.dumps([len(search.compute_ops(problem)), [(0.0, max(0.0, 1 - trivial_bound(problem) / warm.makespan_ms)),
+                                                     *steps, (time.process_time() - began, -1.0)]]))
+"""
+Trace = list[tuple[float, float]]  # processor time and gap, and at last the whole time, with a gap of -1
+
+
+def gaps(
+    before: Path,
+    after: Path,
+    /,
+    *,
+    triangles: bool = False,
+    time_limit: PositiveFloat = 60,
+    repeat: PositiveInt = 3,
+    first: PositiveInt = len(PARTS),
+) -> None:
+    """Processor time of the MILP to one gap, by two folders of OptPipe in turn: HiGHS, one thread, from AdaOffload's
+    schedule.
+
+    The gap is the least that all searches reach. Of times the median counts.
+
+    Parameters
+    ----------
+    triangles
+        Instead of two builds, the triangle cuts of `after`: `none` beside `compute`, and `none` beside `all`.
+    time_limit
+        Of each search, in seconds.
+    repeat
+        How many times, each with another seed.
+    first
+        How many problems.
+    """
+    sides = [(before, ""), (after, "")] if not triangles else [(after, each) for each in ("none", "compute", "all")]
+    print(
+        f"{'problem':24}{'ops':>5}{'gap':>9}"
+        + "".join(f"{each or folder.name:>12}" for folder, each in sides)
+        + "   ratios"
+    )
+    ratios: list[list[float]] = [[] for _ in sides[1:]]
+    with TemporaryDirectory(prefix="optpipe-") as temporary:
+        for name, devices, microbatches in PARTS[:first]:
+            path = Path(temporary) / "problem.json"
+            cut(Problem.load(Path(f"examples/problems/{name}.json")), devices, microbatches).save(path)
+            traces: list[list[Trace]] = [[] for _ in sides]
+            for seed in range(repeat):
+                for (folder, kind), each in zip(sides, traces, strict=True):
+                    ops, trace = traced(folder, [str(path), str(time_limit), str(seed), kind])
+                    each.append(trace)
+            gap = max(min(g for _, g in trace if g >= 0) for each in traces for trace in each)
+            seconds = [median(time_to(gap, trace) for trace in each) for each in traces]
+            for found, s in zip(ratios, seconds[1:], strict=True):
+                found.append(max(s, LEAST_S) / max(seconds[0], LEAST_S))
+            shown = "".join(f"{s:>10.2f} s" for s in seconds) + "".join(f"{found[-1]:>9.2f}" for found in ratios)
+            print(f"{f'{name} {devices}x{microbatches}':24}{ops:>5}{gap:>9.2%}{shown}", flush=True)
+    print("geometric mean of ratios:", *(f"{geometric_mean(found):.3f}" for found in ratios))
+
+
+LEAST_S = 0.05  # what is reached sooner takes so long
+
+
+def time_to(gap: float, trace: Trace) -> float:
+    """The processor time after which a search had closed the gap so far."""
+    return next(seconds for seconds, reached in trace if reached <= gap + 1e-6)
+
+
+def traced(folder: Path, arguments: Sequence[str]) -> tuple[int, Trace]:
+    """The compute ops of a problem, and how a folder's MILP closes its gap."""
+    folders = ("", "solver", "runtime", "server", "cache", "cli")
+    paths = os.pathsep.join(str(folder.absolute() / each) for each in folders)
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not done.stdout:
+        raise InputError(f"{folder}: {done.stderr.strip()[-500:]}")
+    ops, trace = json.loads(done.stdout)
+    return ops, trace
