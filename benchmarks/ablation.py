@@ -7,7 +7,7 @@
 
 `run` adds a JSON line for each problem and part to `results/ablation.jsonl` and skips what is there. Searches have one
 thread, so their work is counted and a busy machine changes no result; a clock that runs slower in all their processes
-keeps time limits away meanwhile. The MILP is the exception: its solvers count no work.
+keeps time limits away meanwhile.
 """
 
 from __future__ import annotations

@@ -94,17 +94,21 @@ def solved(problem: Problem, switches: Switches, solver: str, time_limit: float)
     warm = next(STREAMS["adaoffload"](problem, "makespan")) if switches.warm_start else None
     clock = Clock(time_limit)
     model = Model(problem, "makespan", warm.makespan_ms if warm else serial_ms(problem), switches)
+    rows, kept = model.reduced
+    number = {var: k for k, var in enumerate(kept.tolist())}
+    start = assignment(model.variables, warm) if warm else {}
+    length = number[model.variables.length]
     lengths, bounds = [math.inf], [0.0]
     _, outcome = minimize(
         solver,
         Task(
-            model.rows,
-            model.variables.length,
-            assignment(model.variables, warm) if warm else {},
+            rows,
+            length,
+            {number[var]: value for var, value in start.items() if var in number},
             clock,
             threads=1,
             seed=0,
-            on_solution=lambda x: lengths.append(float(x[model.variables.length]) / model.scale),
+            on_solution=lambda x: lengths.append(float(x[length]) / model.scale),
             on_bound=lambda bound: bounds.append(bound / model.scale),
         ),
         lambda text: print(text, file=sys.stderr),
@@ -113,9 +117,9 @@ def solved(problem: Problem, switches: Switches, solver: str, time_limit: float)
     best, bound = min(lengths), max(bounds)
     return {
         "solver": outcome.solver,
-        "variables": len(model.rows.lower),
-        "rows": len(model.rows.at_least),
-        "non-zeros": len(model.rows.matrix()[2]),
+        "variables": len(rows.lower),
+        "rows": len(rows.at_least),
+        "non-zeros": len(rows.matrix()[2]),
         "seconds": seconds,
         "ms": best if best < math.inf else None,
         "bound": bound,

@@ -115,7 +115,8 @@ class SearchOptions(EffortOptions):
         strict=True,
         ge=1,
         le=2**31 - 1,
-        description="Compute ops up to which milp searches the whole. Default: 400; no limit with a licence of Gurobi.",
+        description="Compute ops up to which milp searches the whole. Default: 400, in auto 60; no limit by name with "
+        "a licence of Gurobi.",
     )
     triangles: Triangles = Field(
         default="compute", description="The MILP's triangle cuts: none, of the orders of compute ops, or of all orders."
