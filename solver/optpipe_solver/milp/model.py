@@ -29,7 +29,7 @@ from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.exact import serial_ms
-from optpipe_solver.milp.paths import Activation, LongestPaths, equal_microbatches, fixed_order
+from optpipe_solver.milp.paths import Activation, LongestPaths, compute_ops, equal_microbatches, fixed_order
 from optpipe_solver.milp.reading import Window
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Rows, Term
 from optpipe_solver.milp.variables import Switches, Units, Variables, stages_that_may_offload
@@ -59,10 +59,11 @@ class Model:
         if window:
             switches = replace(switches, order="none")  # what equal micro-batches keep of it is an arc of the window
         self.problem, self.objective, self._order, self._window = problem, objective, switches.order, window
-        self.units = Units(problem, down)
+        self.units = Units(problem, down, window.reading.level if window else {})
         self.scale = 2.0 ** np.floor(np.log2(LARGEST / horizon_ms))  # a power of two: times stay exact
         fixed = chain(fixed_order(problem, switches.order), window.arcs if window else ())
-        self.paths = LongestPaths(problem, horizon_ms * self.scale, self.scale, fixed, switches.determined)
+        ops = window.reading.compute if window else compute_ops(problem)
+        self.paths = LongestPaths(problem, ops, horizon_ms * self.scale, self.scale, fixed, switches.determined)
         self.rows = Rows(None if switches.tight else (horizon_ms + serial_ms(problem)) * self.scale)
         self.possible = self.paths.possible
         if not self.possible:
@@ -102,15 +103,17 @@ class Model:
     def starts(self, x: Floats) -> dict[Op, float]:
         """The start in ms of every op, in the schedule that the binaries of a solution describe, exact and as early as
         can be."""
-        v, costs = self.variables, self.problem.costs
+        v, paths = self.variables, self.paths
         times = (self.rows.earliest(x) / self.scale).tolist()
-        starts = {op: times[end] - float(costs.ms[op[:3]]) for op, end in zip(self.paths.ops, v.end, strict=True)}
+        lasts = (paths.time / self.scale).tolist()
+        starts = {op: times[end] - ms for op, end, ms in zip(paths.ops, v.end, lasts, strict=True)}
         for kind, moments in ((Kind.O, v.offload_start), (Kind.R, v.reload_start)):
             for a, moment in moments.items():
                 if self.rows.holds(v.offloaded[a], x):
-                    part_ms = float(costs.ms[kind, *a])
-                    for part in range(costs.parts[a[0]]):
-                        starts[Op(kind, *a, part)] = times[moment] + part * part_ms
+                    parts = v.parts(a)
+                    part_ms = v.transfer_span(kind, a)[0] / self.scale / len(parts)
+                    for n, part in enumerate(parts):
+                        starts[Op(kind, *a[:2], part)] = times[moment] + n * part_ms
         return starts
 
 

@@ -9,7 +9,7 @@ from typing import Literal as OneOf
 import numpy as np
 
 from optpipe.evaluate.objective import TOLERANCE
-from optpipe.model.arrays import Floats
+from optpipe.model.arrays import NONE, Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.milp.rows import longest_paths
@@ -17,7 +17,8 @@ from optpipe_solver.milp.rows import longest_paths
 COMPUTE = (Kind.F, Kind.B, Kind.W)  # the compute ops of the model
 MicrobatchOrder = OneOf["none", "entry", "stages"]
 Arc = tuple[Op, Op, float]  # the second op starts that many ms after the first has ended, or later
-Activation = tuple[int, int]  # stage and micro-batch
+Activation = tuple[int, int, int]  # stage, micro-batch, and part or `WHOLE`
+WHOLE = -1
 
 
 def equal_microbatches(problem: Problem) -> list[tuple[tuple[int, ...], list[int]]]:
@@ -66,10 +67,20 @@ def fixed_order(problem: Problem, order: MicrobatchOrder) -> Iterator[Arc]:
 class LongestPaths:
     """Longest paths between compute ops, which fix variables and keep every big-M small. Times are `scale` × ms."""
 
-    def __init__(self, problem: Problem, horizon: float, scale: float, fixed: Iterable[Arc], determined: bool) -> None:
-        self.ops = compute_ops(problem)
+    def __init__(
+        self,
+        problem: Problem,
+        ops: Iterable[Op],
+        horizon: float,
+        scale: float,
+        fixed: Iterable[Arc],
+        determined: bool,
+    ) -> None:
+        self.ops = list(ops)
         self.number = {op: x for x, op in enumerate(self.ops)}
-        self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage, op.microbatch] for op in self.ops]) * scale
+        kind, stage, microbatch, level = np.array(self.ops).T
+        level = np.where(kind == Kind.C, level, NONE)
+        self.time: Floats = problem.costs.op_ms(kind, stage, microbatch, level) * scale
         self.device = np.array([problem.costs.device[op.stage] for op in self.ops])
         self.horizon, self.scale = horizon, scale
         # Precedences, as `Arc` with the ops' numbers: data dependencies (Eq. 5, 6, 8), the fixed order of micro-batches

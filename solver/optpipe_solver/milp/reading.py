@@ -7,13 +7,21 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple, final
 
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
 from optpipe.schedule import Schedule
-from optpipe_solver.milp.paths import COMPUTE, Activation, Arc, MicrobatchOrder, compute_ops, equal_microbatches
+from optpipe_solver.milp.paths import (
+    COMPUTE,
+    WHOLE,
+    Activation,
+    Arc,
+    MicrobatchOrder,
+    compute_ops,
+    equal_microbatches,
+)
 
 
 class Interval(NamedTuple):
@@ -28,7 +36,7 @@ NOT_MADE = Interval(math.inf, math.inf)
 
 @final
 class Reading:
-    """When each compute op runs, and when activations move as a whole.
+    """When each compute op runs, and when activations, and parts of them, move.
 
     A BW is a B followed by its W. With `order` "stages" equal micro-batches are numbered anew in every stage, else Ws
     as their Bs. Transfers of equal activations of a stage are exchanged where these keep their order in F and in B.
@@ -41,17 +49,11 @@ class Reading:
             Op(Kind(row[KIND]), row[STAGE], row[MICROBATCH], row[PART]): Interval(start, end)
             for row, start, end in rows
         }
+        self.level = {(op.stage, op.microbatch): op.part for op in self._interval if op.kind == Kind.C}
         self.compute = self._compute_intervals(order)
         self.moved = {kind: self._transfer_intervals(kind) for kind in (Kind.O, Kind.R)}
         self.offload, self.reload = self.moved[Kind.O], self.moved[Kind.R]
         self._exchange_transfers()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is recomputed, and activations move whole or not at all."""
-        moved = sum(op.kind == Kind.O for op in self._interval)
-        whole = sum(self.problem.stages[s].offload_parts for s, _ in self.offload)
-        return moved == whole and not any(op.kind == Kind.C for op in self._interval)
 
     def drops_before(self, a: Activation, y: Op) -> bool:
         return self.offload.get(a, NOT_MADE).end <= self.compute[y].start
@@ -83,15 +85,16 @@ class Reading:
         return moments
 
     def _transfer_intervals(self, kind: Kind) -> dict[Activation, Interval]:
-        """By activation from its first part's start to the last one's end, where all parts move."""
+        """Of each part and, where all move, of the whole, from its first part's start to the last one's end."""
         parts: dict[Activation, list[Interval]] = {}
-        for op, interval in self._interval.items():
-            if op.kind == kind:
-                parts.setdefault((op.stage, op.microbatch), []).append(interval)
+        for (of, s, j, part), interval in self._interval.items():
+            if of == kind:
+                for a in ((s, j, part), (s, j, WHOLE)):
+                    parts.setdefault(a, []).append(interval)
         return {
             a: Interval(min(each.start for each in moved), max(each.end for each in moved))
             for a, moved in parts.items()
-            if len(moved) == self.problem.stages[a[0]].offload_parts
+            if a[2] != WHOLE or len(moved) == self.problem.stages[a[0]].offload_parts
         }
 
     def _compute_intervals(self, order: MicrobatchOrder) -> dict[Op, Interval]:
@@ -103,6 +106,7 @@ class Reading:
             else:
                 middle = fused.start + float(self.problem.costs.ms[Kind.B, op.stage, op.microbatch])
                 intervals[op] = Interval(fused.start, middle) if op.kind == Kind.B else Interval(middle, fused.end)
+        intervals |= {op: interval for op, interval in self._interval.items() if op.kind == Kind.C}
         for route, batches in equal_microbatches(self.problem):
             for s in route:
                 F, B, W = ([Op(kind, s, j) for j in batches] for kind in COMPUTE)
@@ -114,10 +118,11 @@ class Reading:
 
     def _exchange_transfers(self) -> None:
         for route, batches in equal_microbatches(self.problem):
-            for s in route:
-                moved = sorted((self.compute[Op(Kind.F, s, j)], (s, j)) for j in batches if (s, j) in self.offload)
-                each = [a for _, a in moved]
-                if each == sorted(each, key=lambda a: self.compute[Op(Kind.B, *a)]):
+            most = max(self.problem.stages[s].offload_parts for s in route)
+            for s, part in product(route, range(WHOLE, most)):
+                each = [(s, j, part) for j in batches if (s, j, part) in self.offload and (s, j) not in self.level]
+                each.sort(key=lambda a: self.compute[Op(Kind.F, *a[:2])])
+                if each == sorted(each, key=lambda a: self.compute[Op(Kind.B, *a[:2])]):
                     for intervals in self.moved.values():
                         intervals |= dict(zip(each, sorted(intervals[a] for a in each), strict=True))
 
@@ -125,19 +130,23 @@ class Reading:
 @dataclass(frozen=True)
 class Window:
     """What of a schedule is free: some compute ops, and whether and when activations leave whose F or B is among them.
-    All other ops keep their order; so do equal micro-batches in each kind of op of a stage."""
+    All other ops keep their order; so do equal micro-batches in each kind of op of a stage. What is recomputed
+    stays so, and leaves only if it does so in the schedule."""
 
     reading: Reading
     free: frozenset[Op]
 
     def touches(self, *activations: Activation) -> bool:
         """Whether one of the activations may leave or stay, and move at another time."""
-        return any(Op(kind, *a) in self.free for a in activations for kind in (Kind.F, Kind.B))
+        return any(Op(kind, *a[:2]) in self.free for a in activations for kind in (Kind.F, Kind.B))
 
     @property
     def arcs(self) -> Iterator[Arc]:
         """What stays as it is in the order of compute ops."""
         problem, start = self.reading.problem, self.reading.compute.__getitem__
+        for (s, j), level in self.reading.level.items():
+            yield Op(Kind.F, s, j), Op(Kind.C, s, j, level), 0.0
+            yield Op(Kind.C, s, j, level), Op(Kind.B, s, j), 0.0
         programs: list[list[Op]] = [[] for _ in problem.devices]
         for op in sorted(self.reading.compute, key=start):
             programs[problem.stages[op.stage].device].append(op)

@@ -95,9 +95,6 @@ class _Search:
         text = "no window was solved"
         while self.incumbents.best and vain < most_vain and not (clock.over or (self._proven and solved)):
             before_ms, reading = self.incumbents.best_ms, Reading(self.incumbents.best, "none")
-            if not reading.is_whole:
-                text = "no windows of a schedule that recomputes or moves parts of activations"
-                break
             window, is_strict = choice.window(reading), self._own_ms < math.inf
             horizon_ms = self._horizon_ms * (1 - LEAST_GAIN * is_strict)
             model = Model(self._problem, self._request.objective, horizon_ms, switches, window=window)

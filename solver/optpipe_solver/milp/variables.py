@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, combinations, product
 from math import gcd
@@ -11,12 +12,14 @@ import numpy as np
 
 from optpipe.evaluate.effects import Effects
 from optpipe.lift import TOLERANCE_MS
+from optpipe.model.arrays import Ints
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.options import Triangles
 from optpipe.schedule import Schedule
 from optpipe_solver.milp.paths import (
     COMPUTE,
+    WHOLE,
     Activation,
     LongestPaths,
     MicrobatchOrder,
@@ -75,6 +78,7 @@ class Units:
 
     problem: Problem
     down: bool = False
+    level: Mapping[tuple[int, int], int] = field(default_factory=dict)  # by which activations are recomputed
 
     @cached_property
     def unit(self) -> int:
@@ -93,27 +97,38 @@ class Units:
     @cached_property
     def _common(self) -> int:
         costs, effects = self.problem.costs, self._effects
-        leaving = costs.offload[costs.can_offload]
-        of_compute = (table[list(COMPUTE)].ravel() for table in (effects.takes, effects.frees))
-        return max(1, gcd(*(int(size) for sizes in (leaving.ravel(), *of_compute) for size in np.unique(sizes))))
+        tables = chain((effects.takes, effects.frees), *effects.by_level if costs.can_recompute.any() else ())
+        of_compute = (table[[*COMPUTE, Kind.C]] for table in tables)
+        leaving = effects.parts, *(effects.parts_by_level if costs.can_recompute.any() else ())
+        return max(1, gcd(*(int(size) for sizes in (*leaving, *of_compute) for size in np.unique(sizes))))
 
     def round(self, size: int) -> int:
         return size // self.unit if self.down else -(-size // self.unit)
 
     def takes_and_leaves(self, op: Op) -> tuple[int, int]:
         """What an F, B or W takes at its start, and Δ, what it leaves more than it found; it may be negative."""
-        effects, held, before = self._effects, 0, 0
-        for kind in COMPUTE:
-            before, during = held, held + int(effects.takes[kind, op.stage, op.microbatch])
-            held = during - int(effects.frees[kind, op.stage, op.microbatch])
+        takes, frees = self._table(op.stage, op.microbatch)
+        held = before = 0
+        for kind in (Kind.F, Kind.C, Kind.B, Kind.W):
+            before, during = held, held + int(takes[kind, op.stage, op.microbatch])
+            held = during - int(frees[kind, op.stage, op.microbatch])
             if kind == op.kind:
                 break
         return self.round(during) - self.round(before), self.round(held) - self.round(before)
 
     def offloaded(self, a: Activation) -> int:
         """Γ: what the activation holds less while it is away."""
-        held = int(self._effects.takes[Kind.F, *a] - self._effects.frees[Kind.F, *a])
-        return self.round(held) - self.round(held - int(self.problem.costs.offload[a]))
+        s, j, part = a
+        takes, frees = self._table(s, j)
+        level, held = self.level.get((s, j)), int(takes[Kind.F, s, j] - frees[Kind.F, s, j])
+        parts = (self._effects.parts if level is None else self._effects.parts_by_level[level])[s, j]
+        if part != WHOLE:
+            return int(parts[part]) // self.unit
+        return self.round(held) - self.round(held - int(parts.sum()))
+
+    def _table(self, stage: int, microbatch: int) -> tuple[Ints, Ints]:
+        level = self.level.get((stage, microbatch))
+        return (self._effects.takes, self._effects.frees) if level is None else self._effects.by_level[level]
 
 
 class Variables:
@@ -136,10 +151,13 @@ class Variables:
         # C.
         self.length = rows.new_variable(0.0, paths.horizon)
         stages = stages_that_may_offload(problem)
+        self.level, moved = (window.reading.level, window.reading.offload) if window else ({}, {})
         self.activations: list[Activation] = [
             a
-            for a in (op[1:3] for op in paths.ops if op.kind == Kind.F and op.stage in stages)
-            if window is None or window.touches(a) or a in window.reading.offload
+            for kind, s, j, _ in paths.ops
+            for a in ((s, j, part) for part in (range(self.costs.parts[s]) if window else (WHOLE,)))
+            if kind == Kind.F
+            and (a in moved or (s in stages and a[:2] not in self.level and (window is None or window.touches(a))))
         ]
         self._on_link: dict[int, list[Activation]] = {}
         for a in self.activations:
@@ -259,12 +277,20 @@ class Variables:
     # --- for rows
 
     def number(self, kind: Kind, a: Activation) -> int:
-        """The number of an activation's F, B or W."""
-        return self.paths.number[Op(kind, *a)]
+        """The number of an activation's F, B or W; of its C for the B if it is recomputed."""
+        if kind == Kind.B and a[:2] in self.level:
+            return self.paths.number[Op(Kind.C, *a[:2], self.level[a[:2]])]
+        return self.paths.number[Op(kind, *a[:2])]
 
     def transfer_span(self, kind: Kind, a: Activation) -> Span:
-        """The length of the whole activation's transfer, all parts together, and whether it takes place."""
-        return float(self.costs.ms[kind, *a] * self.costs.parts[a[0]] * self.paths.scale), self.offloaded[a]
+        """The length of an activation's transfer, all parts together or one, and whether it takes place."""
+        level = self.level.get(a[:2])
+        ms = self.costs.ms if level is None else self.costs.level_ms(level)
+        return float(ms[kind, *a[:2]] * len(self.parts(a)) * self.paths.scale), self.offloaded[a]
+
+    def parts(self, a: Activation) -> range:
+        """The parts that move together."""
+        return range(int(self.costs.parts[a[0]])) if a[2] == WHOLE else range(a[2], a[2] + 1)
 
     # --- fixed orders of transfers
 
@@ -273,7 +299,9 @@ class Variables:
         where the stage keeps its order in F and in B, as exchanging transfers of equal activations costs nothing."""
         return (
             a[0] == b[0]
+            and a[2] == b[2]
             and self._are_equal(a[1], b[1])
+            and self.level.get(a[:2]) == self.level.get(b[:2])
             and all(self.paths.precedes(self.number(kind, a), self.number(kind, b)) for kind in (Kind.F, Kind.B))
         )
 
@@ -335,7 +363,7 @@ def _place_transfers_of_what_stays(
     for a in sorted(v.activations):
         if a in reading.offload or v.keeps_place(a):
             continue
-        moment = reading.compute[Op(Kind.F, *a)].end
+        moment = reading.compute[Op(Kind.F, *a[:2])].end
         for moved, other_way in ((offload, reload), (reload, offload)):
             before = (moved[b] for b in v.activations if b in moved and v.keep_order(b, a))
             moment = max([moment, *(interval.end for interval in before)])
