@@ -10,6 +10,7 @@ from support.oracles import enumeration
 from support.problems import pipeline, stage
 
 from benchmarks import reuse, solver
+from benchmarks.milp import time_to
 from benchmarks.pareto import verdicts
 from benchmarks.random_problems import KINDS, random_problem
 from benchmarks.results_file import KeepOptions, Results
@@ -150,9 +151,24 @@ def test_every_switch_has_its_row(tmp_path: Path) -> None:
         assert float(row["bound"]) <= 123.0 <= ms + 1e-4  # the optimum
     variables = {name: int(row["variables"]) for name, row in rows.items()}
     for name in ("order of entry", "fixed order", "one variable a pair", "no determined ones", "all"):
-        assert variables[name] < variables["none"]
-    assert int(rows["triangles"]["rows"]) > int(rows["none"]["rows"])
-    assert int(rows["all"]["nonzeros"]) < int(rows["none"]["nonzeros"])
+        assert variables[name] < variables["corrected, no steps"]
+    assert int(rows["triangles"]["rows"]) > int(rows["corrected, no steps"]["rows"])
+    assert int(rows["all"]["nonzeros"]) < int(rows["corrected, no steps"]["nonzeros"])
+
+
+def test_two_builds_close_one_gap(tmp_path: Path) -> None:
+    """The time that counts is the first at which a search had closed the gap."""
+    assert time_to(0.2, [(0.0, 0.5), (1.5, 0.3), (2.5, 0.2), (4.0, 0.1), (5.0, -1.0)]) == 2.5
+    options = ["--time-limit", "2", "--repeat", "1", "--first", "1"]
+    command = [sys.executable, "-m", "benchmarks", "gaps", ROOT, ROOT, *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=ROOT)
+    heading, row, mean = done.stdout.splitlines()
+    assert heading.split()[:3] == ["problem", "ops", "gap"]
+    name, size, ops, gap, before, _, after, _, ratio = row.split()
+    assert (name, size, ops) == ("fastlink-8x16", "4x6", "72")
+    assert 0 < float(gap.rstrip("%")) < 100
+    assert float(before) > 0 < float(after)
+    assert float(mean.removeprefix("geometric mean of ratios: ")) == pytest.approx(float(ratio), abs=0.01)
 
 
 def test_a_problem_from_which_nothing_can_be_cut_is_refused(bench, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ LEAST_GAIN = 1e-4  # of the length, in a window
 STEP_SHARE = 0.99  # of the step between lengths: what is left of it is more than solvers' tolerances
 WINDOWS_SHARE = 0.5  # of the time at most, if the whole problem follows
 PAIRS_PER_S, ROWS_PER_S = 1e7, 2e4  # of ops, to find longest paths; to write; half of what a quiet machine does
-VAIN_WINDOWS = 6  # in a row that shorten nothing, until the whole problem follows
+VAIN_WINDOWS = 12  # in a row that shorten nothing, until the whole problem follows
 
 # Compute ops up to which the whole problem is solved, unless the user sets another limit or has a licence of
 # Gurobi: 8 devices, 16 micro-batches, a quarter of a million rows. In a minute on one core HiGHS still improves a good
