@@ -33,11 +33,10 @@ AUTO = (
     EngineRun("cpsat", 0.10, max_forwards=64),  # the whole problem at once: proves what is small
     EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon
     EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
+    EngineRun(methods.MILP, 0.03, max_forwards=256),  # windows, a second each at 256 forwards; small problems whole
     EngineRun("lns", 0.14, repeat=True),  # windows of the best schedule of all
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
     EngineRun("lns", 0.14, repeat=True, from_heuristics=True),  # windows where the best schedule is a dead end
-    # Windows in the paper's formulation, a second each with 256 forwards, and the whole up to `MILP_OPS`.
-    EngineRun(methods.MILP, 0.03, max_forwards=256, repeat=True),
 )
 MILP_OPS = 60  # compute ops up to which the whole MILP is solved in `auto`
 
