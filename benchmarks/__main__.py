@@ -37,9 +37,13 @@ BENCHMARKS = {
     "traces": Benchmark("traces", "public traces of real jobs, replayed and improved"),
     "corpus": Benchmark("corpus", "public traces of real jobs: what they lose, why, and the cure"),
     "figures": Benchmark("papers.figures", "figures of the papers, by theory or simulation"),
+    "pipeoffload": Benchmark("papers.pipeoffload", "PipeOffload's figures, by the cost model and simulation"),
+    "chronos": Benchmark("papers.chronos", "ChronosPipe's figures, by theory, the cost model and simulation"),
+    "bpipe": Benchmark("papers.bpipe", "BPipe's claim for GPT-3 96B and 134B, by the cost model"),
     "fidelity": Benchmark("training.fidelity", "steps and memory on ranks of this machine, beside their predictions"),
     "executor": Benchmark("training.executor", "steps in a row, and what the executor costs the host"),
     "gpu": Benchmark("gpu.command", "what offloading costs on one GPU, and how good predictions are"),
+    "links": Benchmark("gpu.links", "six ways in which two GPUs on one PCIe switch copy to the host and back"),
     "service": Benchmark("service.command", "the service under load and after failures"),
 }
 

@@ -40,6 +40,8 @@ def checks() -> Iterator[Check]:
 def parameters() -> Iterator[Check]:
     """How many parameters models have."""
     published: dict[str, float] = {
+        "gpt-3-96b": 96,
+        "gpt-3-134b": 134,
         "gpt-3-175b": 175,
         "palm-62b": 62.5,
         "opt-66b": 66,
