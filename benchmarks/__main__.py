@@ -36,7 +36,7 @@ BENCHMARKS = {
     "published": Benchmark("papers.published", "measurements of others, predicted"),
     "traces": Benchmark("traces", "public traces of real jobs, replayed and improved"),
     "corpus": Benchmark("corpus", "public traces of real jobs: what they lose, why, and the cure"),
-    "figures": Benchmark("papers.figures", "figures of the papers, by theory or simulation"),
+    "figures": Benchmark("papers.figures", "OptPipe's Figure 6, by simulation and search"),
     "pipeoffload": Benchmark("papers.pipeoffload", "PipeOffload's figures, by the cost model and simulation"),
     "chronos": Benchmark("papers.chronos", "ChronosPipe's figures, by theory, the cost model and simulation"),
     "bpipe": Benchmark("papers.bpipe", "BPipe's claim for GPT-3 96B and 134B, by the cost model"),

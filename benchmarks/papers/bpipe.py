@@ -52,7 +52,7 @@ def checks() -> Iterator[Check]:
         fastest = min(balanced, key=lambda each: each.ms["bpipe"])
         at_most = min(each.ms["1f1b"] for each in balanced)
         times = {each.size: each.layer_ms for each in balanced if (each.tp, each.recompute) == (4, "selective")}
-        costs = " and ".join(f"{ms:.2f} ms with size {size}" for size, ms in times.items())
+        costs = " and ".join(f"{ms:.2f} ms (size {size})" for size, ms in times.items())
         for name, published, choose in (("fastest", 1.25, min), ("slowest", 2.17, max)):
             other = choose(plain, key=lambda each: each.ms["1f1b"])
             ours = other.ms["1f1b"] / fastest.ms["bpipe"]
@@ -60,7 +60,7 @@ def checks() -> Iterator[Check]:
             yield Check("BPipe", f"{model}: faster than 1F1B's {name}", "times", published, ours, note)
             if name == "fastest":
                 what = f"{model}: the same, evictions that take no time"
-                note = f"a layer takes {costs} for a sequence on 4 GPUs, so larger micro-batches gain little"
+                note = f"a layer takes {costs} for a sequence with tp 4"
                 yield Check("BPipe", what, "times", published, other.ms["1f1b"] / at_most, note)
         flash = max(_fitting(model, "flash", "bpipe"), key=lambda each: each.utilization)
         yield Check("BPipe", f"{model}: MFU with flash attention", "%", 59, 100 * flash.utilization, str(flash))

@@ -80,7 +80,7 @@ def largest() -> Iterator[Check]:
     most = min(storage(_llama(layers + steps[name]), name) for name, layers in published.items()) / GIB
     for name, layers in published.items():
         ours = max(n for n in range(steps[name], 160, steps[name]) if storage(_llama(n), name) <= HBM)
-        note = f"state and activations in 32 GB; all five are so with {least:.1f} to {most:.1f} GiB"
+        note = f"any {least:.1f} to {most:.1f} GiB for state and activations give all five"
         yield Check("ChronosPipe, Figure 9(b)", f"{name}: largest model", "layers", layers, ours, note)
 
 
@@ -110,7 +110,7 @@ def recomputations() -> Iterator[Check]:
     def on_all_devices(each: float) -> float:
         return sum(most_layers(8 - s, each, whole / 1.76, state, sizes) for s in range(8))
 
-    note = "from the storage of its 1.76: norms and GeLU of all layers, and whole layers; fractions of layers move"
+    note = "with the storage of its 1.76; norms and GeLU, then whole layers; layers move"
     each = where_it_reaches(layers, on_all_devices, 4 * layers)
     yield Check(source, "AdaPipe: faster", "times", 1.26, 4 * layers / 8 / each, note)
 

@@ -30,7 +30,6 @@ def checks() -> Iterator[Check]:
     """Every comparison."""
     yield from parameters()
     yield from chronos()
-    yield from chronos_largest()
     yield from bpipe()
     yield from dualpipe_v()
     yield from offload_ratios()
@@ -75,34 +74,6 @@ def chronos() -> Iterator[Check]:
         held = 8 * sum(model.pieces[i].activation_bytes("cheap") for i in model.stages[0])
         yield Check("ChronosPipe, Figure 1(a)", f"{case}: activations", "GB", activations, held / GB)
         yield Check("ChronosPipe, Figure 1(a)", f"{case}: model state", "GB", state, model.devices[0].state / GB)
-
-
-def chronos_largest() -> Iterator[Check]:
-    """ChronosPipe, section 6.2: with 32 GB a GPU 1F1B trains 40 layers; it tried multiples of 8."""
-    note = "the preset's 4 GiB for driver, communication and allocator"
-    yield Check("ChronosPipe, Figure 9(b)", "largest model by 1F1B in 32 GB", "layers", 40, largest_model(), note)
-
-
-def largest_model(share: float = 1.0, step: int = 8, state: float = 1.0) -> int:
-    """The most layers of Llama-2-70B in 32 GB, 8 devices with 8-way tensor parallelism.
-
-    Parameters
-    ----------
-    share
-        What of 1F1B's activations the schedule holds.
-    step
-        Layers are a multiple of it.
-    state
-        What of weights, gradients and optimizer state is on the GPU.
-    """
-    division, run = {"pp": 8, "tp": 8, "sequence_parallel": False}, {"microbatch_size": 2, "recompute": "cheap"}
-    fitting = 0
-    for layers in range(step, 160, step):
-        model = estimated("llama-2-70b", division, "A100", run, {"memory_bytes": 32 * GIB}, layers=layers)
-        held = share * 8 * sum(model.pieces[i].activation_bytes("cheap") for i in model.stages[0])
-        if held + (state - 1) * model.devices[0].state <= model.devices[0].budget:
-            fitting = layers
-    return fitting
 
 
 def bpipe() -> Iterator[Check]:
