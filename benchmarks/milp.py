@@ -202,7 +202,7 @@ def gaps(
     sides = [(before, ""), (after, "")] if not triangles else [(after, each) for each in ("none", "compute", "all")]
     print(
         f"{'problem':24}{'ops':>5}{'gap':>9}"
-        + "".join(f"{each or folder.name:>12}" for folder, each in sides)
+        + "".join(f"{each or folder.absolute().name:>12}" for folder, each in sides)
         + "   ratios"
     )
     ratios: list[list[float]] = [[] for _ in sides[1:]]
