@@ -86,11 +86,9 @@ def test_stage_aware_recomputation_is_as_fast_as_memory_allows():
         assert chronos.most_layers(2, 10 * units, budget, 1.0, (6.0, 1.0)) == pytest.approx(10)
 
 
-def test_pipeoffloads_figures_that_are_not_met_are_those_of_the_page():
-    off = {row.what for row in pipeoffload.checks() if abs(row.error) > 0.1 and row.unit != "%"}
-    assert off == {
-        "PO, 8 × 16: peak with 8 of 16 stages offloaded",
-        "PO, 8 × 2: peak with 1 of 2 stages offloaded",
+def test_pipeoffloads_figures_are_met_but_for_these():
+    rows = [row for row in pipeoffload.checks() if row.source != "PipeOffload, Figure 9"]  # docs/systems has that
+    assert {row.what for row in rows if abs(row.error) > 0.1 and row.unit != "%"} == {
         "PO-F: activations in flight, at most",
         "42.9b, 4096 tokens: the other three, beaten",
     }
