@@ -79,7 +79,7 @@ def test_some_methods_do_not_apply_to_the_given_stages():
     [
         (["2f2b"], r"method = '2f2b': the methods are auto, naive, "),
         (["gpipe", "tabu"], r"method = 'tabu': the methods are auto, naive, "),
-        (["gis:size=5"], r"method = 'gis:size=5': gis has no parameter size \(its parameters: group\)"),
+        (["gis:size=5"], r"method = 'gis:size=5': gis has no parameter size \(its parameters: group, leaving\)"),
         (["gpipe 1f1b"], r"compare: methods\[0\] = 'gpipe 1f1b': a method such as 1f1b or gis:group=5 was expected"),
         ([""], r"compare: methods\[0\] = '': a method such as 1f1b"),
         ([], r"compare: methods = a list of 0: a length of at least 1 was expected"),

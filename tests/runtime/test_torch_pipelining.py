@@ -65,7 +65,7 @@ NEIGHBOURS_APART = torch.__version__.startswith("2.11.")
 COMMS = "torch-comms-waits" if hasattr(_ComputationType, "WAIT_SEND_F") else "torch-comms"
 FORMS = {"torch-csv": "compute_only", COMMS: "compute_comms"}
 # Each is for two routes, or consists of ops for which PyTorch has no action.
-NOT_THERE = {"dualpipe", "1f1b-recompute", "chronos-recomp", "chronos-offload", "bpipe"}
+NOT_THERE = {"dualpipe", "1f1b-recompute", "interleaved-recompute", "chronos-recomp", "chronos-offload", "bpipe"}
 IN_A_V = pytest.mark.skipif(NEIGHBOURS_APART, reason="this torch has no neighbours on one rank")
 LOWERED_THERE = {"1f1b", "zb-v", "dualpipe-v"}  # as rows of compute actions, too, which torch lowers itself
 

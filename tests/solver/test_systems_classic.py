@@ -92,6 +92,49 @@ def test_recomputation_costs_its_time_and_saves_its_bytes(p, m, every, again_ms,
     assert peaks(schedule) == [1 + w - w // every + w // every * kept / ACTIVATION for w in waiting]
 
 
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (2, 5), (3, 9), (4, 7), (4, 12), (8, 16)])
+@pytest.mark.parametrize("v", [2, 3])
+@pytest.mark.parametrize(("again_ms", "kept"), [FULL, SELECTIVE])
+def test_interleaved_1f1b_recomputes_for_its_time_too(p, m, v, again_ms, kept):
+    problem = units(p, m, v=v, recompute=(again_ms, kept))
+    plain, whole = generate("interleaved", problem), generate("interleaved-recompute", problem)
+    for recomputed in range(1, v + 1):
+        schedule = generate(f"interleaved-recompute:recomputed={recomputed}", problem)
+        assert check(problem, schedule) == []
+        assert schedule.makespan_ms == plain.makespan_ms + m * recomputed * again_ms
+        again = {op.stage for program in schedule.programs for op in program.ops() if op.kind is Kind.C}
+        assert again == set(range(recomputed * p))
+    assert schedule.programs == whole.programs
+    assert peaks(whole) == [pytest.approx(1 + (n - 1) * kept / ACTIVATION) for n in peaks(plain)]
+    if v == 2 and m % p == 0 and m > p:  # Lin et al., R = 50 %
+        full = [min(p + 1, n - p) for n in peaks(plain)]
+        half = generate("interleaved-recompute:recomputed=1", problem)
+        assert peaks(half) == [
+            pytest.approx(f + (n - f) * kept / ACTIVATION) for f, n in zip(full, peaks(plain), strict=True)
+        ]
+
+
+@pytest.mark.parametrize("p", [2, 4, 8, 64])
+def test_with_every_second_layer_recomputed_half_stays(p):
+    """Lin et al., 1F1B with R = 50 %: half of M and half of the activation in use; 7(m+p-1) units at most.
+
+    Every second layer has the level `second`, all of them `full`.
+    """
+    m, size = p + 4, ACTIVATION // 2
+    full = {"name": "full", "recompute_ms": 0.5, "checkpoint_bytes": 0}
+    layer = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": size}
+    layer |= {"saved_for_weight_bytes": size}
+    second = {"name": "second", "recompute_ms": 1.0, "checkpoint_bytes": 0}
+    layers = [layer | {"levels": [second, full] if k % 2 == 0 else [full]} for k in range(2 * p)]
+    posed = units(p, m).replace(layers=layers)
+    problem = Placement.balanced(posed, 1).apply(posed)
+    assert [level.name for level in problem.stages[0].levels or ()] == ["second", "full"]
+    schedule = generate("1f1b-recompute", problem)
+    assert max(peaks(schedule)) == (p + 1) / 2 == p * (0.5 + 1 / (2 * p))
+    assert schedule.makespan_ms == 6 * (m + p - 1) + m <= 7 * (m + p - 1)
+    assert max(peaks(generate("1f1b-recompute:every=2", units(p, m, recompute=(1, 0))))) > (p + 1) / 2 or p == 2
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=12), st.integers(1, 4))
 def test_balanced_stages_are_the_surveys_dynamic_program(layers, stages):

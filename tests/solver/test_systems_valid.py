@@ -17,8 +17,8 @@ from optpipe_solver.systems.classic import one_f_one_b
 
 COSTS: dict[str, Any] = {"recompute": (1, 0), "offload": (0.5, 0.5, ACTIVATION), "update": (1, 2, 1)}
 METHODS = [*SYSTEMS, "1f1b-recompute:every=2", "algorithm-1:tolerance=9", "chronos-recomp:recomputed=2"]
-METHODS += ["chronos-zero2:group=5"]
-ORDERED_BY_TIMES = ("po-h", "po-f", "algorithm-1", "v-auto", "chronos-recomp")
+METHODS += ["chronos-zero2:group=5", "gis:leaving=1", "gis-h:leaving=1", "interleaved-recompute:recomputed=1"]
+ORDERED_BY_TIMES = {"po-h", "po-f", "algorithm-1", "v-auto", "chronos-recomp", "gis:leaving=1", "gis-h:leaving=1"}
 
 
 def stages_for(system: System, draw: Any, p: int, m: int) -> tuple[Problem, Problem]:
@@ -51,12 +51,13 @@ def test_any_stages_have_a_valid_schedule(method: str, data: Any, p: int, m: int
     even, uneven = stages_for(SYSTEMS[name], data.draw, p, m)
     schedule = generate(method, uneven)
     assert check(uneven, schedule) == []
-    if name not in ORDERED_BY_TIMES:
+    if not {name, method} & ORDERED_BY_TIMES:
         assert max(peaks(schedule)) <= max(peaks(generate(method, even)))
 
 
 ROW, LOOPED = units(4, 8), units(4, 8, v=2)
 PEERS = [{"activation_budget_bytes": 10**9, "peer": (d + 1) % 4} for d in range(4)]
+OFFLOADING = units(4, 8, v=2, offload=(1, 1, ACTIVATION))
 ON_HOST = units(4, 8, v=2, update=(1, 1, 1))
 
 
@@ -74,7 +75,10 @@ ON_HOST = units(4, 8, v=2, update=(1, 1, 1))
         ("1f1b-recompute:every=0", ROW, "every = 0: 1f1b-recompute computes every micro-batch again (1)"),
         ("gis:group=2", units(5, 8, v=2), "group = 2: gis on 5 devices takes 3 to 5"),
         ("gis:group=6", units(5, 8, v=2), "group = 6: gis on 5 devices takes 3 to 5"),
-        ("gis-h:group=0", units(5, 8, v=2), "group = 0: gis-h on 5 devices takes 3 to 5"),
+        ("gis-h:leaving=3", OFFLOADING, "leaving = 3: expected 0 to 2, the stages of a device with offload_ms"),
+        ("gis:leaving=1", LOOPED, "leaving = 1: expected 0 to 0, the stages of a device with offload_ms"),
+        ("interleaved-recompute:recomputed=0", LOOPED, "recomputed = 0: expected 1 to 2, the chunks of a device"),
+        ("interleaved-recompute", LOOPED, "stages[0].recompute_ms is missing: interleaved-recompute recomputes stages"),
         ("chronos-zero2:group=0", LOOPED, "group = 0: a chunk is launched for at least 1 micro-batch in a row"),
         ("chronos-recomp:recomputed=3", LOOPED, "recomputed = 3: expected 1 to 2, the chunks of a device"),
         ("chronos-recomp", LOOPED, "stages[0].recompute_ms is missing: chronos-recomp recomputes stages 0 to 3"),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from math import ceil
 
 from optpipe.dispatch.descents import entry_orders
 from optpipe.errors import InputError, OptPipeError, ScheduleError, did_you_mean
@@ -47,7 +46,8 @@ SYSTEMS: dict[str, System] = {
     if system.build.__module__ == family.__name__
 }
 CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by devices and chunks a device
-    "gis": ("group", lambda p, v: range(ceil(p / 2), p + 1) if v > 1 else ()),  # groups change chunks
+    "gis": ("leaving", lambda _, v: range(1, v + 1)),
+    "interleaved-recompute": ("recomputed", lambda _, v: range(1, v)),
     "chronos-recomp": ("recomputed", lambda _, v: range(1, v + 1)),
     "chronos-zero2": ("group", lambda p, _: range(2, p + 1)),
     "1f1b-recompute": ("every", lambda p, _: range(1, p + 1)),

@@ -50,6 +50,28 @@ def interleaved(problem: Problem) -> Schedule:
     smaller last group would deadlock: the backwards of one group wait for forwards of the next.) Fewer than p are one
     group.
     """
+    return _in_turns(problem, _fused)
+
+
+@published("interleaved-recompute", "PipeOffload, Wan et al. 2025, section 5.5", least=2, most=None, chunks=2)
+def interleaved_recomputed(problem: Problem, recomputed: int | None = None, level: int = 0) -> Schedule:
+    """Interleaved 1F1B with activation checkpointing, a baseline of Wan et al. (1F1B-I-R) and of Lin et al. 2025.
+
+    The `recomputed` shallowest chunks, by default all, are recomputed by this `level` of their stages right before
+    their backward: C longer each time, and all but one of their activations are checkpoints.
+
+    Raises InputError if a device has fewer chunks, or one of their stages cannot be recomputed by this level.
+    """
+    p, v = count_devices(problem), count_chunks(problem)
+    recomputed = v if recomputed is None else recomputed
+    if not 1 <= recomputed <= v:
+        raise InputError(f"recomputed = {recomputed}: expected 1 to {v}, the chunks of a device")
+    shallow = range(recomputed * p)
+    require_recomputation(problem, shallow, level, f"interleaved-recompute recomputes stages 0 to {shallow[-1]}")
+    return _in_turns(problem, lambda s, j: [Op(Kind.C, s, j, level)] * (s in shallow) + _fused(s, j))
+
+
+def _in_turns(problem: Problem, backward: Callable[[int, int], list[Op]]) -> Schedule:
     p = count_devices(problem)
     chunks, groups = range(count_chunks(problem)), even_groups(problem.microbatches, p)
     there, back = visits(groups, chunks), visits(groups, chunks[::-1])
@@ -57,7 +79,7 @@ def interleaved(problem: Problem) -> Schedule:
     for i in range(p):
         forwards = [Op(Kind.F, c * p + i, j) for c, j in there]
         warm_up = 2 * (p - i - 1) + (len(chunks) - 1) * len(groups[0])
-        lists[problem.stages[i].device] = warmed_up(forwards, [_fused(c * p + i, j) for c, j in back], warm_up)
+        lists[problem.stages[i].device] = warmed_up(forwards, [backward(c * p + i, j) for c, j in back], warm_up)
     return in_order(problem, lists)
 
 

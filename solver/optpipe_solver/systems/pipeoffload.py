@@ -6,8 +6,10 @@ The paper's letters: d devices, v looped stages on each, g micro-batches a group
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import ceil, floor, inf
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.objective import TOLERANCE
 from optpipe.lift import lift_table
-from optpipe.model.arrays import Floats
+from optpipe.model.arrays import Floats, Table
 from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
@@ -37,28 +39,39 @@ AHEAD = 2  # compute ops before its backward at which Algorithm 1 starts a reloa
 
 
 @published("gis", "PipeOffload, Wan et al. 2025, section 3.1", most=None, chunks=2)
-def gis(problem: Problem, group: int | None = None) -> Schedule:
+def gis(problem: Problem, group: int | None = None, leaving: int = 0) -> Schedule:
     """GIS, the generalised interleaved schedule (section 3): a device changes its stage every `group` micro-batches.
 
-    The default is d; W comes right after B. Rank i begins with g(v-1) + d - i forwards, the one before its first B
-    included, then runs one backward, one forward: rank 0 holds g(v-1) + d activations at most. Bubble: (d-1)(f+b), and
-    for each of the v-1 changes of stage (d-g)f + max(0, db - g(b+w)) more, where a group's time g(f+b+w) lets a
-    forward, or a backward, pass all devices, df and db. A last group that is not full is run as if it were, without the
-    micro-batches that are not there.
+    The default is the largest group that fits the memory (section 3.2), at most d. W comes right after B. Rank i begins
+    with g(v-1) + d - i forwards, the one before its first B included, then runs one backward, one forward: rank 0 holds
+    g(v-1) + d activations at most. Bubble: (d-1)(f+b), and for each of the v-1 changes of stage (d-g)f + max(0, db -
+    g(b+w)) more, where a group's time g(f+b+w) lets a forward, or a backward, pass all devices, df and db. A last group
+    that is not full is run as if it were, without the micro-batches that are not there.
+
+    `leaving` stages a device are offloaded, those whose activations live longest (section 2); nothing waits for that.
+
+    Raises InputError if `group` is not from d/2 to d, or devices have fewer stages than `leaving`, or none that can.
     """
-    return _in_groups(problem, "gis", count_devices(problem) if group is None else group)
+    if group is not None:
+        return _in_groups(problem, group, leaving)
+    d, of = count_devices(problem), cache(lambda g: _in_groups(problem, g, leaving))
+    sizes = range(ceil(d / 2), d + 1)
+    fitting = bisect(sizes, False, key=lambda g: not of(g).compiled.certificate.fits)  # a smaller group holds less
+    return of(sizes[max(0, fitting - 1)])
 
 
 @published("gis-h", "PipeOffload, Wan et al. 2025, section 3.2", most=None, chunks=2)
-def gis_h(problem: Problem, group: int | None = None) -> Schedule:
+def gis_h(problem: Problem, leaving: int = 0) -> Schedule:
     """GIS-H: GIS with groups of ceil(d/2) micro-batches, the smallest in whose time a forward can pass all devices."""
-    return _in_groups(problem, "gis-h", ceil(count_devices(problem) / 2) if group is None else group)
+    return _in_groups(problem, ceil(count_devices(problem) / 2), leaving)
 
 
-def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
+def _in_groups(problem: Problem, g: int, leaving: int) -> Schedule:
     d, v, m = count_devices(problem), count_chunks(problem), problem.microbatches
     if not ceil(d / 2) <= g <= d:
-        raise InputError(f"group = {g}: {name} on {d} devices takes {ceil(d / 2)} to {d}")
+        raise InputError(f"group = {g}: gis on {d} devices takes {ceil(d / 2)} to {d}")
+    if leaving > (most := v if problem.costs.can_offload.any() else 0):
+        raise InputError(f"leaving = {leaving}: expected 0 to {most}, the stages of a device with offload_ms")
     groups = [range(first, first + g) for first in range(0, m, g)]  # the last one may have more than there are
     there, back = visits(groups, range(v)), visits(groups, range(v)[::-1])
     lists: list[list[Op]] = [[] for _ in problem.devices]
@@ -67,16 +80,21 @@ def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
         backwards = [[Op(kind, c * d + i, j) for kind in (Kind.B, Kind.W)] for c, j in back]
         ops = warmed_up(forwards, backwards, g * (v - 1) + d - i - 1)
         lists[problem.stages[i].device] = [op for op in ops if op.microbatch < m]
-    return in_order(problem, lists)
+    schedule = in_order(problem, lists)
+    if not leaving:
+        return schedule
+    timeline, at, (f, b, w) = schedule.timeline, schedule.compiled.index.rows_of, _longest(problem)
+    lives = timeline.end[at(Kind.F)], timeline.start[at(Kind.B)]
+    return _offloaded(problem, timeline.table, timeline.start, lives, leaving, f or b + w)
 
 
 @published("po-h", "PipeOffload, Wan et al. 2025, sections 3.2 and 4.2", most=None, chunks=2)
 def po_h(problem: Problem) -> Schedule:
     """PO-H: half of the stages leave, ceil(v/2) on each device.
 
-    Where k is at most 1 about (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations, and up to 3.5 on their way; the
-    bubble is at most v(d-1)T, T = f + b + w. Both where d forwards and d backwards, each in whole slots, fit in d
-    slots; elsewhere up to 3(v-2)/8 activations more and up to (vd-1)T.
+    About (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations; where k is at most 1 up to 3.5 more are in use and on
+    their way. The bubble is at most v(d-1)T, T = f + b + w. Both where d forwards and d backwards, each in whole slots,
+    fit in d slots; elsewhere up to 3(v-2)/8 activations more and up to (vd-1)T.
     """
     return pipe_offload(problem, ceil(count_chunks(problem) / 2))
 
@@ -99,36 +117,49 @@ def pipe_offload(problem: Problem, leaving: int) -> Schedule:
     time stays. All stages count as lasting as long as the longest, and nothing is squeezed before the transfers have
     their slots, so that the links keep up. The resulting programs run as soon as they can.
     """
-    block, slot_ms = uniform_block(problem)
-    interval, ms, links = slot_ms * count_chunks(problem), problem.costs.ms, problem.costs.link.tolist()
-    launches = [j * interval for j in range(problem.microbatches)]
-    lives = [(start + block.lasts[0], end) for start, end in zip(block.forward, block.backward, strict=True)]
-    leave: dict[int, list[int]] = {}  # by device, those with the longest lives first (section 2)
+    v = count_chunks(problem)
+    block, slot_ms = uniform_block(problem, v - leaving)
+    table, start = slots(block, [j * v * slot_ms for j in range(problem.microbatches)])
+    forward, backward, _ = start.reshape(3, len(problem.stages), -1)
+    lives = forward + block.lasts[0], backward
+    return _offloaded(problem, table, start, lives, leaving, slot_ms)
+
+
+def _offloaded(
+    problem: Problem, table: Table, start: Floats, lives: tuple[Floats, Floats], leaving: int, pitch: float
+) -> Schedule:
+    """Add transfers to rows of a program's table and their starts. The `leaving` stages a device are offloaded whose
+    activations live longest (section 2).
+
+    `lives`: from when to when each activation may be away, (S, m) each. `pitch`: as for `staggered`.
+    """
+    ms, links, slot_ms = problem.costs.ms, problem.costs.link.tolist(), sum(_longest(problem))
+    patience = count_chunks(problem) * slot_ms
+    leave: dict[int, list[int]] = {}  # by device
     for d in range(len(problem.devices)):
         able = [s for s in problem.stages_on(d) if problem.stages[s].can_offload]
-        if leaves := sorted(able, key=lambda s: lives[s][0] - lives[s][1])[:leaving]:
+        if leaves := sorted(able, key=lambda s: float((lives[0][s] - lives[1][s]).sum()))[:leaving]:
             leave[d] = leaves
     transfers: list[tuple[int, int, int, int, int]] = []
     begins: list[float] = []
     for link in dict.fromkeys(links[d] for d in leave):
         sharers = [d for d in leave if links[d] == link]
         lengths = [(float(ms[Kind.O, leave[d]].max()), float(ms[Kind.R, leave[d]].max())) for d in sharers]
-        first = min(lives[s][0] for s in leave[sharers[0]])  # the end of the first forward
-        pitch = slot_ms / max(problem.stages[s].offload_parts for d in sharers for s in leave[d])
-        each_way = staggered(lengths, first, pitch, problem.transfer_mode == "half_duplex")
+        first = float(lives[0][leave[sharers[0]]].min())  # the end of the first forward
+        parts = max(problem.stages[s].offload_parts for d in sharers for s in leave[d])
+        each_way = staggered(lengths, first, pitch / parts, problem.transfer_mode == "half_duplex")
         for s, (offloads, reloads) in ((s, ways) for d, ways in zip(sharers, each_way, strict=True) for s in leave[d]):
             pieces = [(j, part) for j in range(problem.microbatches) for part in range(problem.stages[s].offload_parts)]
-            stays = [(lives[s][0] + launches[j], lives[s][1] + launches[j]) for j, _ in pieces]
-            for piece, found in zip(pieces, fill(offloads, reloads, stays, interval, slot_ms), strict=True):
+            stays = [(float(lives[0][s, j]), float(lives[1][s, j])) for j, _ in pieces]
+            for piece, found in zip(pieces, fill(offloads, reloads, stays, patience, slot_ms), strict=True):
                 if found:
                     transfers += [(Kind.O, s, *piece, 0), (Kind.R, s, *piece, 0)]
                     begins += found
-    table, start = slots(block, launches)
     moves = np.array(transfers, dtype=np.int32).reshape(-1, 5)
     return lift_table(problem, np.concatenate([table, moves]), np.r_[start, begins])
 
 
-def uniform_block(problem: Problem) -> tuple[Block, float]:
+def uniform_block(problem: Problem, staying: int = 0) -> tuple[Block, float]:
     """Return a block like GIS-H's, in ms, to be repeated every v slots, and how long a slot is.
 
     A slot is F, B and W of the longest stage. Rank i computes in slots that begin i·x ms after rank 0's. To the next
@@ -137,25 +168,30 @@ def uniform_block(problem: Problem) -> tuple[Block, float]:
     fewest in which a forward, or on the way back a backward, can pass all devices: both together d where n is 1 and d f
     and d b, each rounded up, leave room for it; d/2 each where f = b and d is even, as in GIS-H. If that puts two
     stages of a device in one slot, being a multiple of v apart, the later one takes the next slot that is free (the
-    paper's minor modifications).
+    paper's minor modifications). The sum is divided so that the `staying` deepest stages live shortest, then evenly.
     """
-    d, v = count_devices(problem), count_chunks(problem)
-    f, b, w = (float(problem.costs.ms[kind].max()) for kind in (Kind.F, Kind.B, Kind.W))
-    if f + b + w == 0:
-        f = b = w = 1.0  # nothing lasts: any order of the paper's unit model will do
+    d, v, (f, b, w) = count_devices(problem), count_chunks(problem), _longest(problem)
     h, T = float(problem.costs.message_ms.max()), f + b + w
     n = _whole((f + b + 2 * h) / T)
-    # Slots between a device's stages on the way there and on the way back; slack is shared evenly.
-    way_there, way_back = d * (f + h) / T, d * (b + h) / T
+    way_there, way_back = d * (f + h) / T, d * (b + h) / T  # slots between a device's stages
     both = max(n * d, _whole(way_there) + _whole(way_back))
-    pairs = ((g, both - g) for g in range(_whole(way_there), both - _whole(way_back) + 1))
-    there_g, back_g = min(pairs, key=lambda pair: (abs((pair[0] - way_there) - (pair[1] - way_back)), pair[1]))
+    choices = []
+    for there_g in range(_whole(way_there), both - _whole(way_back) + 1):
+        back_g, there = both - there_g, distinct_slots(0, v, there_g)
+        back = distinct_slots(there[-1], v, back_g)[::-1]
+        live = sum(back[v - staying :]) - sum(there[v - staying :])
+        choices.append((live, abs((there_g - way_there) - (back_g - way_back)), back_g, there, back))
+    _, _, back_g, there, back = min(choices)
     x = max(f + h, n * T - (back_g * T - b - h) / max(1, d - 1))
-    there = distinct_slots(0, v, there_g)
-    back = distinct_slots(there[-1], v, back_g)[::-1]
     forward = [there[c] * T + i * x for c in range(v) for i in range(d)]
     backward = [(back[c] + n * (d - 1 - i)) * T + i * x + f for c in range(v) for i in range(d)]
     return Block(forward, backward, [start + b for start in backward], (f, b, w)), T
+
+
+def _longest(problem: Problem) -> tuple[float, float, float]:
+    """How long F, B and W last at most."""
+    f, b, w = (float(problem.costs.ms[kind].max()) for kind in (Kind.F, Kind.B, Kind.W))
+    return (f, b, w) if f + b + w > 0 else (1.0, 1.0, 1.0)  # nothing lasts: the paper's unit model will do
 
 
 def _whole(slots: float) -> int:
