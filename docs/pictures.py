@@ -116,7 +116,7 @@ def before_and_after() -> None:
     found = compare(Problem.load(TIGHT), time_limit_s=30)
     assert found.best_published is not None
     for name, title, row in (
-        ("before", "Before: 1F1B that recomputes", found.best_published),
+        ("before", "Before: interleaved 1F1B that recomputes", found.best_published),
         ("after", "After: OptPipe's schedule, same memory", found.best),
     ):
         assert row is not None

@@ -286,7 +286,7 @@ def test_the_frontier_has_no_dominated_points():
 
 
 def test_the_example_gains_much_because_memory_binds(run, monkeypatch):
-    # Each search ends with a schedule that gains 30 %, which heuristics find, however long a busy machine takes for it.
+    # Each search ends with a schedule that gains 23 %, which heuristics find, however long a busy machine takes for it.
     monkeypatch.setattr(compare, "SEARCH_S", 200.0)
     monkeypatch.setattr(compare, "CompareOptions", partial(compare.CompareOptions, gap=0.157))
     page = Path("page.html")
@@ -294,15 +294,15 @@ def test_the_example_gains_much_because_memory_binds(run, monkeypatch):
     assert code == 0, out
     rows = [line for line in out.splitlines() if re.search(r" ms +\d+%", line)]
     fits = [row.split()[0] for row in rows if "does not fit" not in row]
-    assert fits[:2] == ["OptPipe", "1f1b-recompute"]
+    assert fits[:3] == ["OptPipe", "interleaved-recompute", "1f1b-recompute"]
     assert {row.split()[0] for row in rows if "does not fit" in row} >= {"1f1b", "interleaved", "po-h", "po-f", "zb-v"}
     (less, after, before) = re.findall(r"takes (\d+)% less time.*: (\d+) instead of (\d+) ms", out)[0]
-    assert int(less) >= 30
+    assert int(less) >= 23
     assert 1 - int(after) / int(before) == pytest.approx(int(less) / 100, abs=0.01)
     assert f"its devices wait {rows[0].split()[4]} of the time instead of {rows[1].split()[3]}" in out
     assert [line for line in out.splitlines() if line != line.rstrip()] == []
     assert page.stat().st_size > 1e6  # plotly is in it
-    assert "1f1b-recompute" in page.read_text(encoding="utf-8")
+    assert "interleaved-recompute" in page.read_text(encoding="utf-8")
 
 
 def test_the_curve_is_of_more_than_its_best_point(run, monkeypatch):
@@ -320,6 +320,6 @@ def test_the_curve_is_of_more_than_its_best_point(run, monkeypatch):
         assert one[1] >= more[1]
         assert one[2] >= more[2]
     published = {name for _, _, name, *_ in rows}
-    assert published >= {"1f1b-recompute", "zb-v"}, "others are best with other memory"
+    assert published >= {"interleaved-recompute", "zb-v"}, "others are best with other memory"
     drawn = Path("curve.html").read_text(encoding="utf-8")
     assert all(name in drawn for name in published)

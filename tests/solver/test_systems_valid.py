@@ -71,7 +71,7 @@ ON_HOST = units(4, 8, v=2, update=(1, 1, 1))
             "given them)",
         ),
         ("interleaved", ROW, "interleaved needs 2 or more looped stages a device: the problem has other stages"),
-        ("1f1b-recompute", ROW, "stages[0].recompute_ms is missing: 1f1b-recompute drops activations of every stage"),
+        ("1f1b-recompute", ROW, "stages[0].recompute_ms is missing: 1f1b-recompute recomputes stages 0 to 3"),
         ("1f1b-recompute:every=0", ROW, "every = 0: 1f1b-recompute computes every micro-batch again (1)"),
         ("gis:group=2", units(5, 8, v=2), "group = 2: gis on 5 devices takes 3 to 5"),
         ("gis:group=6", units(5, 8, v=2), "group = 6: gis on 5 devices takes 3 to 5"),

@@ -30,7 +30,7 @@ from optpipe_solver.systems.system import (
     count_devices,
     distinct_slots,
     published,
-    require_recomputation,
+    recomputed_stages,
 )
 
 F, BW = 1, 2  # units that each lasts
@@ -60,10 +60,7 @@ def chronos_recomp(problem: Problem, recomputed: int = 1, level: int = 0) -> Sch
     for its beat. Device s holds floor((p-s)/2) + 1 activations, the one that is computed again included.
     """
     p, v = count_devices(problem), count_chunks(problem)
-    if not 1 <= recomputed <= v:
-        raise InputError(f"recomputed = {recomputed}: expected 1 to {v}, the chunks of a device")
-    shallow = range(recomputed * p)
-    require_recomputation(problem, shallow, level, f"chronos-recomp recomputes stages 0 to {shallow[-1]}")
+    shallow = recomputed_stages(problem, recomputed, level, "chronos-recomp")
     again_ms, forward_ms = problem.costs.levels.recompute_ms[level, shallow], problem.costs.ms[Kind.F, shallow]
     c = ceil(64 * min(1.0, float(again_ms.max()) / (float(forward_ms.max()) or 1.0))) / 64
     there, back = _launches(p, v)

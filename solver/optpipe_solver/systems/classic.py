@@ -14,7 +14,7 @@ from optpipe_solver.systems.system import (
     even_groups,
     in_order,
     published,
-    require_recomputation,
+    recomputed_stages,
     visits,
     warmed_up,
 )
@@ -62,12 +62,8 @@ def interleaved_recomputed(problem: Problem, recomputed: int | None = None, leve
 
     Raises InputError if a device has fewer chunks, or one of their stages cannot be recomputed by this level.
     """
-    p, v = count_devices(problem), count_chunks(problem)
-    recomputed = v if recomputed is None else recomputed
-    if not 1 <= recomputed <= v:
-        raise InputError(f"recomputed = {recomputed}: expected 1 to {v}, the chunks of a device")
-    shallow = range(recomputed * p)
-    require_recomputation(problem, shallow, level, f"interleaved-recompute recomputes stages 0 to {shallow[-1]}")
+    chunks = count_chunks(problem) if recomputed is None else recomputed
+    shallow = recomputed_stages(problem, chunks, level, "interleaved-recompute")
     return _in_turns(problem, lambda s, j: [Op(Kind.C, s, j, level)] * (s in shallow) + _fused(s, j))
 
 
@@ -98,8 +94,7 @@ def recomputed(problem: Problem, every: int = 1, level: int = 0) -> Schedule:
         raise InputError(
             f"every = {every}: 1f1b-recompute computes every micro-batch again (1), every second (2), and so on"
         )
-    stages = range(len(problem.stages))
-    require_recomputation(problem, stages, level, "1f1b-recompute drops activations of every stage")
+    stages = recomputed_stages(problem, 1, level, "1f1b-recompute")
 
     def backward(s: int, j: int) -> list[Op]:
         return [*([Op(Kind.C, s, j, level)] if (j + 1) % every == 0 else []), Op(Kind.BW, s, j)]

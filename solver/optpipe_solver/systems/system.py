@@ -162,13 +162,21 @@ def distinct_slots(first: int, chunks: int, apart: int) -> list[int]:
     return slots
 
 
-def require_recomputation(problem: Problem, stages: Iterable[int], level: int, why: str) -> None:
-    """Raises InputError if one of these stages cannot be recomputed, or has no level of this number."""
+def recomputed_stages(problem: Problem, chunks: int, level: int, method: str) -> range:
+    """Return the stages of as many chunks, the shallowest of each device.
+
+    Raises InputError if devices have fewer, or one of them cannot be recomputed, or has no level of this number.
+    """
+    if chunks not in range(1, count_chunks(problem) + 1):
+        raise InputError(f"recomputed = {chunks}: expected 1 to {count_chunks(problem)}, the chunks of a device")
+    stages = range(chunks * count_devices(problem))
+    why = f"{method} recomputes stages 0 to {stages[-1]}"
     for s in stages:
         if not problem.stages[s].can_recompute:
             raise InputError(f"stages[{s}].recompute_ms is missing: {why}")
         if not 0 <= level < (levels := len(problem.stages[s].all_levels)):
             raise InputError(f"level = {level}: stages[{s}] has {levels}, numbered from 0")
+    return stages
 
 
 def count_devices(problem: Problem) -> int:
