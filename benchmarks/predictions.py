@@ -47,6 +47,8 @@ BRIDGE = {
     "qwen3_30b_a3b": "qwen3-30b-a3b",
     "qwen3_235b_a22b": "qwen3-235b-a22b",
     "kimi_k2": "kimi-k2",
+    "nemotron_3_nano": "nemotron-3-nano",
+    "nemotron_3_super": "nemotron-3-super",
     "deepseekv3": "deepseek-v3",
 }
 MEGATRON = {
@@ -231,8 +233,8 @@ def bridge(table: str, name: str) -> Iterator[Row]:
             "gradient_bytes": 2,
             "overlap": "all",
             "dispatch": "once",
-            "fused_experts": precision == "MXFP8" and fields["container"] >= "26.06",
-            "mtp": int(model.startswith("DeepSeek") and "w/o MTP" not in model),
+            "fused_experts": precision == "MXFP8" and fields["container"] >= "26.06" and "Nemotron" not in model,
+            "mtp": 2 * ("Super" in model) + (model.startswith("DeepSeek") and "w/o MTP" not in model),
         }
         plan = Plan(gpu, fields["#-GPUs"], fields["GBS"], fields["MBS"], fields["Sequence Length"], division, run)
         speed = float(fields["Tokens / sec / GPU"].split(" ")[0])

@@ -32,26 +32,28 @@ def _grouped(share: Share, keys_of_query: float) -> Piece:
     queries = shape.query_width / parallelism.tp
     keys = max(shape.key_width / parallelism.tp, shape.query_width / shape.heads)  # at least one group on each GPU
     head_size = shape.query_width // shape.heads
+    gate = queries * shape.attention_gate
     return Piece(
         kind="dense",
-        weights=shape.hidden * (2 * queries + 2 * keys),
+        weights=shape.hidden * (2 * queries + 2 * keys + gate) + shape.all_vectors.attention,
         saved=(
             Saved("norm input", whole, None),
             Saved("qkv input", whole, "cheap", operand=True),
             Saved("queries", share.tensor_bytes(queries)),
+            *([Saved("gate and what it multiplies", share.tensor_bytes(2 * gate))] if gate else []),
             Saved("keys and values", 2 * share.tensor_bytes(keys)),
             Saved("projection input", share.tensor_bytes(queries), operand=True),
             *_saved_scores(share),
             *share.residual_mask(),
         ),
-        gradients=share.tensor_bytes(queries + 2 * keys) + whole,
+        gradients=share.tensor_bytes(queries + 2 * keys + gate) + whole,
         work=Work(
             matmuls=(
-                Matmul(share.tokens, queries + 2 * keys, shape.hidden),
+                Matmul(share.tokens, queries + 2 * keys + gate, shape.hidden),
                 Matmul(share.tokens, shape.hidden, queries),
             ),
             scores=4 * share.tokens * keys_of_query * queries,
-            traffic=(NORM + RESIDUAL) * whole,
+            traffic=(NORM + RESIDUAL) * whole + share.tensor_bytes(3 * gate),
             again=NORM * whole,
             passes=2,
             sent=(*share.reduced, *share.exchanged(2 * share.tensor_bytes(keys))),

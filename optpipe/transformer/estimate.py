@@ -67,6 +67,10 @@ class Estimate:
         shape, parallelism = self.shape, self.parallelism
         if shape.heads % parallelism.tp:
             raise InputError(f"tp = {parallelism.tp}: must divide the model's {shape.heads} heads")
+        if parallelism.cp > 1 and shape.state_space:
+            raise InputError(
+                f"cp = {parallelism.cp}: expected 1, as a state that passes from token to token is not divided"
+            )
         if self.sequence % parallelism.cp:
             raise InputError(f"cp = {parallelism.cp}: must divide the sequence of {self.sequence} tokens")
         if shape.experts % parallelism.ep or (parallelism.ep > 1 and not shape.experts):
@@ -185,7 +189,8 @@ class Estimate:
         Narayanan et al. 2021, and Chowdhery et al. 2022, appendix B: all scores count, recomputation does not.
         """
         skipped = 2 if self.shape.causal and self.run.attention == "flash" else 1  # scores of later tokens
-        forward = sum(piece.work.matmul + skipped * piece.work.scores for piece in self.pieces)
+        works = [piece.work for piece in self.pieces]
+        forward = sum(each.matmul + skipped * each.scores + each.scans for each in works)
         return 3 * forward * self.parallelism.tp * self.parallelism.cp
 
     @cached_property

@@ -20,6 +20,14 @@ from optpipe.transformer.records import ModuleNames, Parallelism, Run, Transform
 
 MOST_LAYERS = 4000  # of a model, as of a `Transformer`
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+STATE_SPACE = {  # as Nemotron-H, Granite 4 and Qwen3-Next call them
+    "heads": ("mamba_num_heads", "mamba_n_heads", "linear_num_value_heads"),
+    "head_size": ("mamba_head_dim", "mamba_d_head", "linear_value_head_dim"),
+    "groups": ("n_groups", "mamba_n_groups", "linear_num_key_heads"),
+    "state": ("ssm_state_size", "mamba_d_state", "linear_key_head_dim"),
+    "kernel": ("conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim"),
+}
 MTP = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 DROPOUT = ("resid_pdrop", "hidden_dropout", "dropout", "residual_dropout")
 NO_PARTS = {"quantization_config", "generation_config", "compression_config", "text_config"}
@@ -100,16 +108,23 @@ class _Layer:
     def __init__(self, module: Any) -> None:
         self.parameters = dict(module.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
-        self.has_experts = any("experts" in name.split(".") for name in self.shapes)
-        groups: dict[str, list[tuple[str, Any]]] = {"attention": [], "mlp": [], "experts": []}
+        mixer, attention = self.owner(".A_log"), self.owner(".q_proj.weight")
+        groups: dict[str, list[tuple[str, Any]]] = {"attention": [], "mixer": [], "mlp": [], "experts": []}
         for name, parameter in self.parameters.items():
             *path, _ = name.split(".")
             weight: Any = self.parameters.get(".".join((*path, "weight")), parameter)
             is_vector = max(weight.ndim, parameter.ndim) == 1
             in_attention = is_vector or any("attn" in part or "attention" in part for part in path)
+            in_attention |= bool(attention) and name.startswith(f"{attention}.")
             group = "experts" if "experts" in path else "attention" if in_attention else "mlp"
-            groups[group].append((name, parameter))
-        self.attention, self.mlp, self.experts = map(_Group, groups.values())
+            groups["mixer" if mixer and name.startswith(f"{mixer}.") else group].append((name, parameter))
+        self.attention, self.mixer, self.mlp, self.experts = map(_Group, groups.values())
+        first = "M" if mixer else "*" if self.attention.matrices else ""
+        self.parts = first + ("E" if self.experts.matrices else "-" if self.mlp.matrices else "")
+
+    def owner(self, ending: str) -> str:
+        """The module of the first parameter whose name ends so."""
+        return next((name.removesuffix(ending) for name in self.shapes if name.endswith(ending)), "")
 
 
 class _Model:
@@ -139,10 +154,13 @@ class _Model:
             raise _NotModelledError(f"{what}: the model has no list of {count} layers: it is not modelled")
         self.layers = [_Layer(each) for each in lists[0]]
         self._list = lists[0]
-        first_of_each = {layer.has_experts: layer for layer in reversed(self.layers)}
-        self._dense, self._sparse = first_of_each.get(False), first_of_each.get(True)
-        if any(layer.shapes != first_of_each[layer.has_experts].shapes for layer in self.layers):
+        first_of_each = {layer.parts: layer for layer in reversed(self.layers)}
+        if any(layer.shapes != first_of_each[layer.parts].shapes for layer in self.layers):
             raise _NotModelledError(f"{what}: its layers differ in more than experts: that is not modelled")
+
+    def _with(self, part: str) -> _Layer | None:
+        """The first layer that has this part."""
+        return next((layer for layer in self.layers if part in layer.parts), None)
 
     def fields(self) -> dict[str, Any]:
         """The fields of its `Transformer`. Raises InputError if it has parts that are not modelled."""
@@ -162,6 +180,7 @@ class _Model:
             "positions": _Group(self._outside("position", "wpe")).matrices // hidden,
             **self._attention(),
             **self._window(),
+            **self._state_space(),
             **self._experts(),
         }
         fields |= self._mlp(fields)
@@ -187,23 +206,39 @@ class _Model:
                 "rope_size": config.qk_rope_head_dim,
                 "value_size": config.v_head_dim,
             }
-        size = self._value("head_dim") or hidden // heads
-        # Queries and what is projected back are as wide as all heads, keys and values as their groups.
-        groups, rest = divmod(self.layers[0].attention.matrices - 2 * hidden * heads * size, 2 * hidden * size)
+        size, layer = self._value("head_dim") or hidden // heads, self._with("*")
+        if layer is None:
+            raise _NotModelledError(f"{self._what}: no layer has attention: it is not modelled")
+        queries = layer.shapes.get(f"{layer.owner('.q_proj.weight')}.q_proj.weight", (0,))[0]
+        gated = queries == 2 * heads * size
+        # Queries, their gate and what is projected back are as wide as all heads, keys and values as their groups.
+        keys = layer.attention.matrices - (2 + gated) * hidden * heads * size
+        groups, rest = divmod(keys, 2 * hidden * size)
         if rest or groups < 1:
             raise _NotModelledError(f"{self._what}: attention is not that of heads of {size}: it is not modelled")
-        return {"query_groups": groups, "head_size": None if size * heads == hidden else size}
+        head_size = None if size * heads == hidden else size
+        return {"query_groups": groups, "head_size": head_size, "attention_gate": gated}
+
+    def _state_space(self) -> dict[str, Any]:
+        layer = self._with("M")
+        if layer is None:
+            return {}
+        owner = layer.owner(".A_log")
+        if len(layer.shapes[f"{owner}.A_log"]) > 1:
+            raise _NotModelledError(f"{self._what}: {owner} has a state for each channel: it is not modelled")
+        kind = "mamba" if f"{owner}.D" in layer.shapes else "delta"
+        return {"state_space": {"kind": kind} | {name: self._value(*each) for name, each in STATE_SPACE.items()}}
 
     def _experts(self) -> dict[str, Any]:
-        if self._sparse is None:
-            return {}
-        sparse = [i for i, layer in enumerate(self.layers) if layer.has_experts]
+        parts = tuple(layer.parts for layer in self.layers)
+        if self._with("E") is None:
+            return {"parts": parts} if set(parts) != {"*-"} else {}
+        sparse = [i for i, each in enumerate(parts) if "E" in each]
         every = sparse[1] - sparse[0] if len(sparse) > 1 else 1
         dense = sparse[0] if every == 1 else 0
-        if sparse != [i for i in range(len(self.layers)) if i >= dense and (i + 1) % every == 0]:
-            raise _NotModelledError(f"{self._what}: which layers have experts follows no rule that is modelled")
+        ruled = tuple("*E" if i >= dense and (i + 1) % every == 0 else "*-" for i in range(len(parts)))
         width = self._value("moe_intermediate_size", "intermediate_size")
-        shared = self._value("shared_expert_intermediate_size")
+        shared = self._value(*SHARED)
         if shared is None:
             shared = (self._value("n_shared_experts", "moe_num_shared_experts") or 0) * width
         return {
@@ -211,32 +246,34 @@ class _Model:
             "experts_per_token": self.config.num_experts_per_tok,
             "expert_ffn": width,
             "shared_ffn": shared,
-            "dense_layers": dense,
-            "expert_every": every,
+            **({"dense_layers": dense, "expert_every": every} if parts == ruled else {"parts": parts}),
         }
 
     def _mlp(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The width of an MLP, and whether it has a gate: a third matrix."""
         hidden = self.config.hidden_size
-        if self._dense is not None:
-            mlp = self._dense.mlp
+        dense, sparse = self._with("-"), self._with("E")
+        if dense is not None:
+            mlp = dense.mlp
             ffn = self._value("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or mlp.widest
             return {"ffn": ffn, "gated": mlp.matrices == 3 * hidden * ffn}
-        assert self._sparse is not None
+        if sparse is None:
+            raise _NotModelledError(f"{self._what}: no layer has an MLP: it is not modelled")
         one_matrix = hidden * fields["experts"] * fields["expert_ffn"]
         ffn = self._value("intermediate_size") or fields["expert_ffn"]  # of no layer
-        return {"ffn": ffn, "gated": self._sparse.experts.matrices == 3 * one_matrix}
+        return {"ffn": ffn, "gated": sparse.experts.matrices == 3 * one_matrix}
 
     def _window(self) -> dict[str, Any]:
         """The sliding window, and the layers without it. Raises InputError if a layer has attention of another kind."""
         window, layers = self._value("sliding_window") or 0, len(self.layers)
         kinds = self._value("layer_types") or ["sliding_attention"] * layers
-        if other := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+        attend = [kind for kind, layer in zip(kinds, self.layers, strict=True) if "*" in layer.parts]
+        if other := [kind for kind in attend if kind not in ("sliding_attention", "full_attention")]:
             raise _NotModelledError(
                 f"{self._what}: layer_types has {shown(other[0])}: it is not modelled, sliding and full are"
             )
         full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
-        if not window or len(full) == layers:
+        if not window or "sliding_attention" not in attend:
             return {}
         if self._value("use_bidirectional_attention"):  # transformers halves it: so much on each side
             window = 2 * (window - 1)
@@ -245,12 +282,19 @@ class _Model:
     def _vectors(self, fields: dict[str, Any]) -> Vectors:
         latents = fields.get("kv_latent", 0) + fields.get("query_latent", 0)  # their norms belong to attention
         embedding = _Group(self._outside("embed")).vectors
-        experts = self._sparse.experts.vectors if self._sparse else 0
+        attending, dense, sparse = self._with("*"), self._with("-"), self._with("E")
+        assert attending is not None
+        norms = next((each for each in self.layers if "*" not in each.parts), attending)
+        layer = 2 * (norms.attention.vectors - (latents if norms is attending else 0)) // len(norms.parts)
+        attention = attending.attention.vectors - latents - layer * len(attending.parts) // 2
+        if attention < 0:
+            raise _NotModelledError(f"{self._what}: layers with attention have fewer norms: that is not modelled")
         return Vectors(
-            layer=self.layers[0].attention.vectors - latents,
-            mlp=self._dense.mlp.vectors if self._dense else 0,
-            router=self._sparse.mlp.vectors if self._sparse else 0,
-            expert=experts // fields.get("experts", 1),
+            layer=layer,
+            attention=attention,
+            mlp=dense.mlp.vectors if dense else 0,
+            router=sparse.mlp.vectors if sparse else 0,
+            expert=sparse.experts.vectors // fields["experts"] if sparse else 0,
             embedding=embedding,
             head=_Group(self._outside()).vectors - embedding,
         )

@@ -7,12 +7,14 @@ With 16-bit numbers and an ungated MLP of width 4h a layer saves 34·b·s·h + 5
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from operator import add
 
 from optpipe.transformer.attention import attention
 from optpipe.transformer.records import Dispatch
+from optpipe.transformer.state_space import state_space
 from optpipe.transformer.work import FP32, NORM, RESIDUAL, Collective, Matmul, Piece, Saved, Share, Work
 
 INDEX = 8  # bytes of a token's number
@@ -26,11 +28,12 @@ LOSS = 5  # times that F of a cross entropy over divided logits reads or writes 
 def all_pieces(share: Share) -> list[Piece]:
     """Embedding, layers, head."""
     shape = share.shape
-    kinds = [(shape.has_experts(i), shape.window_of(i)) for i in range(shape.layers)]
+    kinds = [(shape.parts_of(i), shape.window_of(i)) for i in range(shape.layers)]
     layers = {kind: _layer(share, *kind) for kind in set(kinds)}
     heads = _heads(share)
     if share.run.mtp:
-        heads = [_with_further_tokens(share, heads[0], layers[kinds[-1]])]
+        parts, window = kinds[-1]
+        heads = [_with_further_tokens(share, heads[0], _layer(share, f"*{parts.strip('*M')}", window))]
     pieces = [_embedding(share), *(layers[kind] for kind in kinds), *heads]
     return [_adapted(piece, share.run.lora) for piece in pieces] if share.run.lora else pieces
 
@@ -125,16 +128,21 @@ def _adapted(piece: Piece, rank: int) -> Piece:
     return replace(piece, weights=piece.weights + trained, trained=trained, work=replace(piece.work, matmuls=matmuls))
 
 
-def _layer(share: Share, has_experts: bool, window: int) -> Piece:
-    """One transformer layer: attention, to `window` tokens if that is not 0, and an MLP or experts."""
-    first, second = attention(share, window), _experts(share) if has_experts else _mlp(share)
+def _layer(share: Share, parts: str, window: int) -> Piece:
+    """One transformer layer of these parts, with attention to `window` tokens if that is not 0.
+
+    What it takes is there until its backward, whatever is computed again.
+    """
+    of: dict[str, Callable[[Share], Piece]] = {"M": state_space, "-": _mlp, "E": _experts}
+    made = [attention(share, window) if letter == "*" else of[letter](share) for letter in parts]
+    taken, *saved = (tensor for each in made for tensor in each.saved)
     return Piece(
-        kind=second.kind,
-        weights=first.weights + second.weights + share.shape.all_vectors.layer,
-        expert_weights=second.expert_weights,
-        saved=(*first.saved, *second.saved),
-        gradients=first.gradients + second.gradients,
-        work=first.work + second.work,
+        kind="expert" if "E" in parts else "dense",
+        weights=sum(each.weights for each in made) + len(parts) / 2 * share.shape.all_vectors.layer,
+        expert_weights=sum(each.expert_weights for each in made),
+        saved=(replace(taken, dropped_by=None), *saved),
+        gradients=sum(each.gradients for each in made),
+        work=reduce(add, (each.work for each in made)),
     )
 
 
@@ -154,7 +162,7 @@ def _mlp(share: Share) -> Piece:
         ),
         gradients=shape.up_matrices * middle + whole,
         work=Work(
-            matmuls=_up_and_down(share, local_width),
+            matmuls=_up_and_down(share, local_width, share.tokens, shape.up_matrices),
             traffic=(NORM + RESIDUAL) * whole + matrices * middle,
             again=NORM * whole + matrices * middle,
             passes=3,
@@ -169,7 +177,8 @@ def _experts(share: Share) -> Piece:
     What comes back is weighted by the router and stays saved for the weights' gradients.
     """
     shape, parallelism, whole = share.shape, share.parallelism, share.message_bytes
-    hidden, tp, ep, along = shape.hidden, parallelism.tp, parallelism.ep, parallelism.along_sequence
+    tp, ep, along = parallelism.tp, parallelism.ep, parallelism.along_sequence
+    hidden, latent = shape.expert_latent or shape.hidden, shape.expert_latent
     matrices, value_bytes, etp = shape.up_matrices + 1, share.run.value_bytes, parallelism.expert_tp
     # Tokens to this GPU's experts; of undivided experts a GPU gets a share of them.
     sent = share.tokens * shape.experts_per_token * share.run.expert_load * etp / tp
@@ -183,7 +192,8 @@ def _experts(share: Share) -> Piece:
     over_experts = Collective("experts", 2 * sent_bytes * (1 - 1 / ep) / etp, 2 * (ep - 1), copies)
     return Piece(
         kind="expert",
-        weights=hidden * shape.experts + hidden * shape.shared_ffn * matrices / tp + shape.all_vectors.router,
+        weights=shape.hidden * (shape.experts + shape.shared_ffn * matrices / tp + 2 * latent)
+        + shape.all_vectors.router,
         expert_weights=local * (hidden * shape.expert_ffn * matrices / etp + shape.all_vectors.expert),
         saved=(
             Saved("norm input", whole),
@@ -192,14 +202,16 @@ def _experts(share: Share) -> Piece:
             Saved("experts' input", sent_bytes, operand=True),
             *_saved_between(share, numbers),
             Saved("experts' output", share.tensor_bytes(shape.experts_per_token * hidden) / along),
+            *([Saved("latents", share.tensor_bytes(latent) / along, operand=True)] if latent else []),
         ),
         gradients=shape.up_matrices * middle + sent_bytes + (whole if shape.shared_ffn else 0.0),
         work=Work(
             matmuls=(
-                Matmul(share.tokens / along, shape.experts, hidden, wide=True),
+                Matmul(share.tokens / along, shape.experts, shape.hidden, wide=True),
+                *_up_and_down(share, latent, share.tokens / along, up_matrices=1),
                 Matmul(sent / local, shape.up_matrices * shape.expert_ffn / etp, hidden, local),
                 Matmul(sent / local, hidden, shape.expert_ffn / etp, local),
-                *(_up_and_down(share, shape.shared_ffn / tp) if shape.shared_ffn else ()),
+                *_up_and_down(share, shape.shared_ffn / tp, share.tokens, shape.up_matrices),
             ),
             traffic=(NORM + RESIDUAL) * whole
             + ORDERED[share.run.dispatch] * sent_bytes
@@ -212,10 +224,10 @@ def _experts(share: Share) -> Piece:
     )
 
 
-def _up_and_down(share: Share, width: float) -> tuple[Matmul, ...]:
-    """The matmuls of a dense MLP of this width on the GPU."""
-    shape = share.shape
-    return (Matmul(share.tokens, shape.up_matrices * width, shape.hidden), Matmul(share.tokens, shape.hidden, width))
+def _up_and_down(share: Share, width: float, tokens: float, up_matrices: int) -> tuple[Matmul, ...]:
+    """The matmuls of so many tokens with matrices between the model's width and this one, which may be 0."""
+    hidden = share.shape.hidden
+    return (Matmul(tokens, up_matrices * width, hidden), Matmul(tokens, hidden, width)) if width else ()
 
 
 def _saved_between(share: Share, numbers: float) -> list[Saved]:

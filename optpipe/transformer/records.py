@@ -19,19 +19,43 @@ Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4", "fp32"]
 Overlap = Literal["none", "replicas", "all"]
 Dispatch = Literal["alltoall", "once"]
 Attention = Literal["flash", "unfused"]
+Parts = Annotated[str, Field(pattern=r"^([*M][-E]?|[-E])$")]
 Recompute = Literal["none", "selective", "cheap", "full"]
 
 
+def _words(value: Any) -> Any:
+    """The words of a text, or its letters if it is one word."""
+    if not isinstance(value, str):
+        return value
+    return value.split() if " " in value else list(value)
+
+
 class Vectors(Record):
-    """How many numbers norms and biases have: `layer` in every layer, `mlp` beside an MLP's matrices, `router` beside
-    the router's, `expert` beside those of each expert, and what embedding and head have."""
+    """How many numbers norms and biases have: `layer` in every layer, `attention` and `mlp` beside their matrices,
+    `router` beside the router's, `expert` beside those of each expert, and what embedding and head have."""
 
     layer: Numbers
+    attention: Numbers = 0
     mlp: Numbers = 0
     router: Numbers = 0
     expert: Numbers = 0
     embedding: Numbers = 0
     head: Numbers
+
+
+class StateSpace(Record):
+    """A mixer that hands a state of `head_size` x `state` numbers a head from token to token, instead of attention:
+    Mamba-2's (Dao and Gu 2024, section 7) or that of the gated delta rule (Yang et al. 2025, section 3).
+
+    `groups` of heads share what writes to the state and what reads it; a convolution over `kernel` tokens is before it.
+    """
+
+    kind: Literal["mamba", "delta"]
+    heads: Size
+    head_size: Size
+    groups: Size
+    state: Size
+    kernel: Size = 4
 
 
 class ModuleNames(Record):
@@ -60,6 +84,10 @@ class Transformer(Document):
     With `kv_latent` attention is multi-head latent (DeepSeek-V2, 2024, section 2.1): keys and values come from a latent
     vector of that width, queries from one of width `query_latent`, or from the hidden state if that is 0. Of each
     head's query and key `head_size` numbers have no position and `rope_size` have, and its value has `value_size`.
+
+    `parts` are those of each layer, with the letters of Megatron-LM's hybrid patterns: `*` attention or `M` the
+    `state_space`, then `-` an MLP or `E` experts; one of both may be missing, and has half of `vectors.layer`. With
+    `attention_gate` queries have as wide a gate. Experts of an `expert_latent` take and give vectors of this width.
 
     `modules` are the names in transformers, None if nothing says them.
     """
@@ -97,6 +125,10 @@ class Transformer(Document):
     shared_ffn: Count = 0
     dense_layers: Count = 0
     expert_every: Size = 1
+    expert_latent: Count = 0
+    attention_gate: bool = False
+    state_space: StateSpace | None = None
+    parts: Annotated[Items[Parts], BeforeValidator(_words), Field(max_length=4000)] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -114,6 +146,11 @@ class Transformer(Document):
             raise ValueError("experts = 0: then experts_per_token, expert_ffn and shared_ffn are 0, too")
         if self.full_layers and not (self.window and max(self.full_layers) < self.layers):
             raise ValueError(f"full_layers = {list(self.full_layers)}: needs a window, and numbers below {self.layers}")
+        if self.parts and len(self.parts) != self.layers:
+            raise ValueError(f"parts has {len(self.parts)} entries: the model has {self.layers} layers")
+        for letter, of in (("M", self.state_space), ("E", self.experts)):
+            if not of and any(letter in parts for parts in self.parts):
+                raise ValueError(f"parts has {letter}: needs {'state_space' if letter == 'M' else 'experts'}")
         return self
 
     @property
@@ -153,8 +190,12 @@ class Transformer(Document):
         """To how many tokens a query of this layer attends, 0 if to all."""
         return 0 if layer in self.full_layers else self.window
 
-    def has_experts(self, layer: int) -> bool:
-        return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
+    def parts_of(self, layer: int) -> str:
+        """The letters of a layer's parts."""
+        if self.parts:
+            return self.parts[layer]
+        sparse = self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
+        return "*E" if sparse else "*-"
 
 
 def _counts(value: Any) -> Any:

@@ -17,7 +17,7 @@ from optpipe.errors import InputError
 from optpipe.model.records import StageCosts
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Precision, Recompute, Run
-from optpipe.transformer.work import LEVELS, Collective, Matmul, Piece, Work
+from optpipe.transformer.work import LEVELS, SCAN_SLOWER, Collective, Matmul, Piece, Work
 
 MS, US = 1000, 1e-3  # ms of a second and of a microsecond
 # The scores' backward over their forward: four matmuls for two; flash attention computes the scores once more, five for
@@ -215,7 +215,7 @@ class Clock:
         work = piece.work
         flash = self._flash(work)
         launched = work.launches + len(work.products) + work.passes + len(work.sent) + bool(flash)
-        attention = self._products_ms(work.products) + flash
+        attention = self._products_ms(work.products) + flash + self.flash_ms(SCAN_SLOWER * work.scans)
         matmuls = self._matmuls_ms(work.matmuls)
         rounded = self._rounded_ms(work, lambda each: each.copies * each.rows * each.depth)
         computed = self._overlapped(matmuls, attention, self.pass_ms(work.traffic) + rounded, launched)
@@ -229,7 +229,8 @@ class Clock:
         matmuls = self._matmuls_ms(each.input_gradient for each in work.matmuls)
         computed = self._overlapped(
             matmuls,
-            self._products_ms(products) + SCORES_BACKWARD["flash"] * self._flash(work),
+            self._products_ms(products)
+            + SCORES_BACKWARD["flash"] * (self._flash(work) + self.flash_ms(SCAN_SLOWER * work.scans)),
             self.pass_ms(TRAFFIC_BACKWARD * work.traffic) + self._rounded_ms(work, lambda each: each.outputs),
             launched,
         )

@@ -14,6 +14,9 @@ from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
 
 FP32, MASK = 4, 1  # bytes
 NORM, RESIDUAL = 2, 3  # tensors of the width of the model that are read and written
+# What the kernels of a scan take over their operations and bytes at the speeds of attention and memory: learned from
+# given rows of Nemotron 3 Nano on five GPUs (docs/costs.md).
+SCAN_SLOWER = 3
 LEVELS: tuple[Recompute, ...] = ("none", "selective", "cheap", "full")  # each computes again what those before it do
 
 
@@ -71,12 +74,14 @@ class Work:
     """What F of a piece does on one GPU.
 
     `matmuls` are those with weights, `scores` the operations of attention's: of one kernel of flash attention, or of
-    the two `products` of unfused attention. `traffic` are the bytes that `passes` kernels such as norms and activation
-    functions read and write, `again` the part of them that the backward repeats if they are recomputed.
+    the two `products` of unfused attention; `scans` are those of a state that passes from token to token. `traffic` are
+    the bytes that `passes` kernels such as norms and activation functions read and write, `again` the part of them that
+    the backward repeats if they are recomputed.
     """
 
     matmuls: tuple[Matmul, ...] = ()
     scores: float = 0.0
+    scans: float = 0.0
     products: tuple[Matmul, ...] = ()
     traffic: float = 0.0
     again: float = 0.0

@@ -21,7 +21,7 @@ System,#-GPUs,Precision,GBS,MBS,Sequence Length,TP,PP,CP,VP,EP,Tokens / sec / GP
 26.04,Model: LLAMA3_70B,DGX-H100,64,FP8,256,1,8192,4,8,1,5,n/a,1600,672,0,
 25.09,System: DGX-H100,,64,,128,1,8192,8,8,1,5,1,1500 (1400),630,0,LLAMA3_70B
 25.09,System: DGX-H100,,64,,128,1,8192,4,8,1,5,1,1600,672,0,LLAMA3_70B
-26.04,Model: Nemotron_9,DGX-H100,64,FP8,512,1,8192,1,1,1,n/a,64,9000,3780,0,
+26.04,Model: Minerva_9,DGX-H100,64,FP8,512,1,8192,1,1,1,n/a,64,9000,3780,0,
 26.04,Model: LLAMA3_70B,DGX-X1,64,FP8,256,1,8192,4,8,1,5,n/a,1600,672,0,
 26.04,Model: LLAMA3_70B,DGX-H100,64,FP8,251,1,8192,4,8,1,5,n/a,1600,672,0,
 26.06,Model: LLAMA3_70B,DGX-H100,64,FP8,256,1,8192,4,8,1,5,n/a,2400,670,0,
@@ -76,7 +76,7 @@ def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
         (
             "megatron-bridge.csv",
             "5",
-        ): "model = Nemotron_9: neither a file nor a preset, which optpipe model --presets lists",
+        ): "model = Minerva_9: neither a file nor a preset, which optpipe model --presets lists",
         ("megatron-bridge.csv", "6"): "gpu = X1: neither a file nor a preset, which optpipe model --presets lists",
         ("megatron-bridge.csv", "7"): "gpus = 64, batch = 251: no multiples of tp · pp · cp = 32, size = 1",
         (

@@ -408,6 +408,55 @@ def test_a_module_that_predicts_a_further_token_is_a_layer_a_projection_and_the_
     assert copied == model.embedding_matrix
 
 
+@pytest.mark.parametrize(("name", "layer", "chunk"), [("nemotron-3-nano", 1, 128), ("qwen3-next-80b-a3b", 1, 64)])
+def test_a_state_space_scans_a_sequence_in_chunks(name, layer, chunk):
+    """Mamba-2's (Dao and Gu 2024, section 6) and the delta rule's operations, by hand; its time grows with the
+    tokens, and a hybrid's kinds of layer differ."""
+    model = MODELS[name]
+    mixer, tokens = model.state_space, 8192
+    one, two = (made(model, gpu="B200", sequence=each) for each in (tokens, 2 * tokens))
+    piece, scan = one.pieces[layer], mixer.head_size * mixer.state * mixer.heads
+    within = mixer.heads * mixer.head_size + mixer.groups * mixer.state
+    if mixer.kind == "delta":
+        within, scan = mixer.heads * (3 * mixer.state + 2 * mixer.head_size), 1.5 * scan
+    assert piece.work.scans == pytest.approx(tokens * (chunk * within + 4 * scan))
+    assert two.pieces[layer].work.scans == 2 * piece.work.scans
+    assert two.pieces[layer].activation_bytes("none") == pytest.approx(2 * piece.activation_bytes("none"))
+    inner = mixer.heads * mixer.head_size
+    assert piece.work.matmuls[1][:3] == (tokens, model.hidden, inner)
+    assert piece.activation_bytes("full") == 2 * tokens * model.hidden
+    divided = made(model, {"tp": 2}, sequence=tokens).pieces[layer]
+    assert divided.work.scans == pytest.approx(piece.work.scans / 2)
+    with pytest.raises(InputError, match="cp = 2: expected 1, as a state that passes from token to token"):
+        made(model, {"cp": 2}, sequence=tokens)
+
+
+def test_experts_of_a_latent_width_are_sent_and_computed_in_it():
+    """Nemotron 3 Super has 120.7 billion parameters, 112.7 of them in experts of width 1024."""
+    model = MODELS["nemotron-3-super"]
+    expert = made(model, {"ep": 8, "dp": 8}).pieces[2]
+    assert made(model).parameters == pytest.approx(120.67e9, rel=1e-3)
+    assert expert.expert_weights == 512 / 8 * 2 * 1024 * 2688
+    wide = made(model.model_copy(update={"expert_latent": 0}), {"ep": 8, "dp": 8}).pieces[2]
+    assert wide.expert_weights == 4 * expert.expert_weights
+    (sent,) = expert.work.sent
+    assert wide.work.sent[0].bytes == 4 * sent.bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": "*-*-"}, "parts has 4 entries: the model has 2 layers"),
+        ({"parts": "M-"}, "parts has M: needs state_space"),
+        ({"parts": "*E *-"}, "parts has E: needs experts"),
+        ({"parts": ["*M", "*-"]}, "parts"),
+    ],
+)
+def test_wrong_parts_of_layers_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        Transformer.from_dict(GPT.model_dump() | {"layers": 2} | change, "shape")
+
+
 @given(parts=st.integers(2, 16), tp=st.sampled_from([1, 4]))
 def test_parts_of_the_head_are_the_head_and_each_saves_its_input(parts, tp):
     model = MODELS["llama-3-8b"]

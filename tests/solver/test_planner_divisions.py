@@ -163,6 +163,12 @@ def test_what_no_settings_are_written_for_is_not_planned(run: dict[str, int], st
         question(run=Run.from_dict({"microbatches": 1, **run}, "run"), stack=stack)
 
 
+def test_a_hybrid_is_not_planned_for_megatron() -> None:
+    with pytest.raises(InputError, match="model = a hybrid: expected another stack than megatron"):
+        question(model=MODELS["nemotron-3-nano"], stack="megatron")
+    assert candidates(question(9 * RESERVED, model=MODELS["nemotron-3-nano"], stack="torch", gpu=GPUS["B200"]))
+
+
 def test_automodel_is_not_given_names_that_its_pipelines_do_not_know() -> None:
     looped = placed(pp=2, tp=2, chunks=2, shape="looped")
 

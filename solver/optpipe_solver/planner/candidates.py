@@ -70,6 +70,10 @@ class Question(Document):
     def _possible(self) -> Self:
         if self.run.lora:
             raise ValueError(f"lora = {self.run.lora}: adapters are not planned; optpipe model estimates them")
+        if self.model.parts and self.stack == "megatron":
+            raise ValueError(
+                "model = a hybrid: expected another stack than megatron, whose hybrid pattern is not written"
+            )
         if self.run.mtp and self.stack == "torch":
             raise ValueError(
                 f"mtp = {self.run.mtp}: expected 0 with stack torch, for which no such settings are written"
@@ -186,7 +190,8 @@ def _divisions(question: Question) -> Iterator[Parallelism]:
     """
     model, gpu = question.model, question.gpu
     sequence = question.run.sequence or model.sequence or 1
-    halves = sequence // 2 if question.run.attention == "flash" and sequence % 2 == 0 else 1
+    can_divide = question.run.attention == "flash" and sequence % 2 == 0 and model.state_space is None
+    halves = sequence // 2 if can_divide else 1
     for tp in (tp for tp in _divisors(gcd(question.gpus, model.heads)) if gpu.gpus_per_node % tp == 0):
         for cp in _divisors(gcd(question.gpus // tp, halves)):
             if question.stack != "optpipe" and sequence % (tp * (2 * cp if cp > 1 else 1)):
