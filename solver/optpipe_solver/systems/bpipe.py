@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from optpipe.errors import InputError
+from optpipe.evaluate.timeline import DeadlockError, Timeline
 from optpipe.model.ops import BACKWARD, COMPUTE, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, STAGE, of_kinds
+from optpipe.model.program import of_kinds
 from optpipe.model.records import each_microbatch
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.classic import one_f_one_b
@@ -33,35 +35,70 @@ def bpipe(problem: Problem) -> Schedule:
     p = len(problem.stages)
     limit = (p + 3) // 2  # ⌈(p+2)/2⌉
     plain = [program.ops() for program in one_f_one_b(problem).programs]
-    lists, pairs = list(plain), list[tuple[int, int, list[Op], list[Op]]]()
+    lists, pairs = list(plain), list[tuple[int, int]]()
     for s in range(p // 2):
         if min(problem.microbatches, p - s) <= limit:
             break
         home, peer = _devices(problem, s, p - 1 - s)
         lists[home] = _evicting(plain[home], limit)
+        pairs.append((home, peer))
+        # First accept all of them for the whole iteration, to see when each transfer runs.
         accepts = [op._replace(kind=Kind.A) for op in lists[home] if op.kind == Kind.E]
-        loads = [op for op in lists[home] if op.kind == Kind.L]
-        pairs.append((s, peer, accepts, loads))
-        # First accept all of them for the whole iteration, to see when each load ends.
         lists[peer] = [*accepts, *plain[peer], *(op._replace(kind=Kind.V) for op in accepts)]
     if not pairs:
         return in_order(problem, lists)
-    timeline = in_order(_lasting(problem), lists).timeline
-    kind, stage, device = timeline.table[:, KIND], timeline.table[:, STAGE], timeline.device
-    for s, peer, accepts, loads in pairs:
-        starts = timeline.start[(device == peer) & of_kinds(timeline.table, *COMPUTE)]
-        ends = timeline.end[(kind == Kind.L) & (stage == s)]
-        # Nothing waits in a circle: what stands before an op that starts after a load has ended begins before that, and
-        # so before the eviction that gets the load's memory, which stands after it on the link between the devices.
-        rooms = limit - (s + 1)
-        before: list[list[Op]] = [accepts[:rooms], *([] for _ in plain[peer])]
-        for n, (load, place) in enumerate(zip(loads, np.searchsorted(starts, ends).tolist(), strict=True)):
-            before[place] += [load._replace(kind=Kind.V), *accepts[rooms + n : rooms + n + 1]]
-        lists[peer] = [
-            *(op for marks, then in zip(before, plain[peer], strict=False) for op in (*marks, then)),
-            *before[-1],
-        ]
+    least_ms, timeline = in_order(problem, lists).makespan_ms, in_order(_lasting(problem), lists).timeline
+    for home, peer in pairs:
+        for most in range(1, limit + 1):
+            if accepting := _accepting(plain[peer], timeline, home, peer, most):
+                lists[peer] = accepting
+                with suppress(DeadlockError):  # a room that is made too late
+                    if in_order(problem, lists).makespan_ms <= least_ms:
+                        break
     return in_order(problem, lists)
+
+
+def _accepting(compute: Sequence[Op], timeline: Timeline, home: int, peer: int, most: int) -> list[Op] | None:
+    """Add to a peer's compute ops the rooms for what is evicted, so that it holds so many activations at most; None if
+    they are too few.
+
+    A room is made as early as the others allow, and let go before the first op that starts after its load.
+    """
+    on_link = np.flatnonzero(timeline.rows.transfer & (timeline.device == home))
+    on_peer = (timeline.device == peer) & of_kinds(timeline.table, *COMPUTE)
+    starts, ends = timeline.start[on_peer], timeline.end[on_peer]
+    lasts = {timeline.rows.op(row): timeline.end[row] - timeline.start[row] for row in on_link.tolist()}
+    until = dict(zip(lasts, np.searchsorted(starts, timeline.end[on_link]).tolist(), strict=True))  # of loads
+    held = np.zeros(2 * len(compute) + 1, np.int64)  # before each op and during it; at last after all
+    for i, op in enumerate(compute):
+        held[2 * i + 1 :] += op.kind == Kind.F
+        held[2 * i + 2 :] -= op.kind in BACKWARD
+    before: list[list[Op]] = [[] for _ in (*compute, None)]
+    first, later = 0, list[Op]()  # loads of what is away
+    for op in lasts:
+        if op.kind == Kind.L:
+            held[2 * until[op]] -= 1
+            before[until[op]].append(op._replace(kind=Kind.V))
+            later.remove(op)
+            continue
+        later.append(op._replace(kind=Kind.L))
+        while True:
+            # Loads come after this eviction, which waits for the op before its room.
+            sooner = ends[first - 1] + lasts[op] if first else 0.0
+            moved = {load: max(until[load], int(np.searchsorted(starts, sooner + lasts[load]))) for load in later}
+            trial = held.copy()
+            for load in later[:-1]:
+                trial[2 * until[load] + 1 : 2 * moved[load] + 1] += 1
+            trial[2 * first : 2 * moved[later[-1]] + 1] += 1
+            if trial.max() <= most:
+                break
+            first += 1
+            if first > len(compute):
+                return None
+        held = trial
+        until |= moved
+        before[first].append(op._replace(kind=Kind.A))
+    return [op for marks, then in zip(before, [*compute, None], strict=True) for op in (*marks, then) if op]
 
 
 def _lasting(problem: Problem) -> Problem:
