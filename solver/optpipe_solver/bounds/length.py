@@ -19,7 +19,7 @@ from optpipe.model.arrays import OFF_ROUTE, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import tuning
-from optpipe_solver.bounds.problem_facts import Pass, Paths, StageBytes, shortest_paths, stage_bytes, without_evictions
+from optpipe_solver.bounds.problem_facts import Pass, Paths, StageBytes, shortest_paths, stage_bytes
 
 MEMORY, LINK, COMPUTE = range(3)  # columns of what a choice costs
 
@@ -105,10 +105,13 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """Return a length in ms that no schedule that fits falls below.
 
     What a device holds, summed over time, fits into its memory times its time. An activation that stays is held from
-    its forward to its backward; one that leaves is held less, but keeps the link busy; one that is recomputed keeps the
-    device busy. For a device that runs for T ms, T of memory, T of link and T of compute have to suffice. Any weights
-    of these three, adding up to one, give a bound: T is at least the weighted cost of the cheapest choice for every
-    activation.
+    its forward to its backward; one that leaves is held less, but keeps a link busy; one that is recomputed keeps the
+    device busy. For a device that runs for T ms, T of memory, T of each link and T of compute have to suffice. Any
+    weights of these three, adding up to one, give a bound: T is at least the weighted cost of the cheapest choice for
+    every activation.
+
+    What is evicted is held by the peer. So devices that evict to none but each other are looked at together, too, as
+    one with the memory of all, where an eviction saves nothing. That bounds no span, as they begin at different times.
 
     Bytes do not fill memory as water does: of three activations of 10 and a memory of 38 the last 8 are of no use to a
     fourth. So sizes are measured by dual feasible functions f (Fekete and Schepers 2001): whatever fits into the memory
@@ -117,55 +120,72 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     added (`_unused`). The `deferral_bound` holds as well, and alone where more micro-batches differ than can be looked
     at.
     """
-    problem = without_evictions(problem)
     paths, work = shortest_paths(problem), _work(problem, (Kind.B, Kind.W))
     bounds = [deferral_bound(problem, objective)]
     if len(paths.round_trip) > tuning.MEMORY_BOUND_PASSES:
         return bounds[0]
     held = {j: stage_bytes(problem, j) for j in paths.passing}
     weights = _weights()
-    for d in np.flatnonzero(paths.used).tolist():
-        stages = [(held[j][s], paths.ms[j][:, s]) for j, s in paths.passes[d]]
-        for measure in measures(problem.devices[d].activation_budget_bytes, [each for each, _ in stages]):
-            needed = work[d] * weights[COMPUTE]
-            for (j, s), (stage_held, ms) in zip(paths.passes[d], stages, strict=True):
-                costs = _choice_costs(problem, s, j, stage_held, ms, paths.round_trip[j, s], measure)
+    together = {_peers(problem, d) for d in np.flatnonzero(paths.used).tolist()} if objective == "makespan" else set()
+    for devices in {*together, *((d,) for d in np.flatnonzero(paths.used).tolist())}:
+        n, passes = len(devices), [at for d in devices for at in paths.passes[d]]
+        stages = [(held[j][s], paths.ms[j][:, s]) for j, s in passes]
+        memory = sum(problem.devices[d].activation_budget_bytes for d in devices)
+        for measure in measures(memory, [each for each, _ in stages]):
+            needed = work[list(devices)].sum() / n * weights[COMPUTE]
+            for (j, s), (stage_held, ms) in zip(passes, stages, strict=True):
+                costs = _choice_costs(problem, s, j, stage_held, ms, paths.round_trip[j, s], measure, n)
                 needed = needed + paths.passing[j] * (costs @ weights).min(axis=0)
-            unused = _unused(measure, stages, float(needed.max()) / 2)
+            unused = _unused(measure, stages, float(needed.max()) / 2) if n == 1 else 0.0
             longest = float((needed + unused * weights[MEMORY]).max())
-            bounds.append(longest + (float(paths.arrives[d]) if objective == "makespan" else 0.0))
+            bounds.append(longest + (float(paths.arrives[list(devices)].min()) if objective == "makespan" else 0.0))
     return max(bounds)
 
 
+def _peers(problem: Problem, device: int) -> tuple[int, ...]:
+    """Return a device, and those that may hold what it evicts and what they evict."""
+    found, evicting = [device], set(problem.costs.device[problem.costs.can_evict].tolist())
+    while found[-1] in evicting and (peer := int(problem.costs.peer[found[-1]])) not in found:
+        found.append(peer)
+    return tuple(sorted(found))
+
+
 def _choice_costs(
-    problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, trip: float, measure: Measure
+    problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, trip: float, measure: Measure, devices: int
 ) -> Floats:
-    """Return (choices, 3) what becomes of one activation, and its cost: ms of all memory, of the link, of compute.
+    """Return (choices, 3) what becomes of one activation, and its cost: ms of all memory, of the links, of compute.
 
     It is what the activation holds from its forward to the end of its weight gradient, the link's time and that of
     computing it again by each level. Its parts, or those of the level's checkpoint, leave one after the other and come
     back so: while the n-th of them moves, all but n - 1 are there. Links of two ways may carry them there and back at
-    once. Then fewer are away at a time, which is the choice of those only; each way counts half.
+    once. Then fewer are away at a time, which is the choice of those only; each way counts half. So does each of two
+    links where a device has one to its peer, too. Of several devices each has that much of links and compute.
     """
-    stage = problem.stages[s]
+    stage, costs_of = problem.stages[s], problem.costs
+    here, offloads = costs_of.device == stage.device, costs_of.can_offload | costs_of.levels.can_offload.any(axis=0)
+    evicts = devices == 1 and bool(costs_of.can_evict[here].any())
+    links = devices * (1 + (evicts and bool(offloads[here].any())))
     between = max(0.0, trip - float(ms[Kind.F] + ms[Kind.B]))
     ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
     ends += measure(held.weight) * float(ms[Kind.W])
     # Bytes that wait for the backward, and of their parts that can leave; ms of a part's transfers; of a recompute the
-    # bytes and ms: of the whole activation, and of the checkpoint of each level.
+    # bytes and ms: of the whole activation, and of the checkpoint of each level. Last, of what is evicted.
     ways = [(held.stays, held.parts if stage.can_offload else [], float(ms[Kind.O]) + float(ms[Kind.R]), 0, 0.0)]
-    levels = problem.costs.levels
+    levels = costs_of.levels
     for k, level in enumerate(held.levels):
         out, back, again = (float(x[k, s, j]) for x in (levels.offload_ms, levels.reload_ms, levels.recompute_ms))
         ways.append((level.checkpoint, level.parts, out + back, level.recompute, again))
+    if evicts and stage.can_evict:
+        ways.append((held.stays, [int(costs_of.evict[s, j])], float(ms[Kind.E]) + float(ms[Kind.L]), 0, 0.0))
     costs = []
-    for stays, parts, moved_ms, recompute_bytes, recompute_ms in ways:
+    for way, (stays, parts, moved_ms, recompute_bytes, recompute_ms) in enumerate(ways):
         computed, rest = measure(recompute_bytes) * recompute_ms, max(0.0, between - recompute_ms)
-        busy = moved_ms * (1.0 if problem.transfer_mode == "half_duplex" else 0.5)
+        one_way = problem.transfer_mode == "half_duplex" or way > len(held.levels)
+        busy = moved_ms * (1.0 if one_way else 0.5) / links
         there = [measure(stays - size) for size in accumulate(sorted(parts, reverse=True), initial=0)]
         for n in range(len(there)):
             area = ends + computed + sum(there[:n]) * moved_ms + there[n] * max(0.0, rest - n * moved_ms)
-            costs.append((area, n * busy, recompute_ms))
+            costs.append((area, n * busy, recompute_ms / devices))
     return np.array(costs)
 
 
