@@ -29,13 +29,15 @@ from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program
 from optpipe.schedule import Schedule
 
 TOLERANCE_MS = 1e-6  # times closer than this are the same moment
+MOVES = (Kind.O, Kind.D, Kind.R, Kind.E, Kind.L)  # what becomes of an activation that leaves
 
 
 def lift(problem: Problem, starts: Mapping[Op, float], method: str = "") -> Schedule:
-    """Programs and shared links' orders from the start (ms) of every F, B, W, BW, C, O and R.
+    """Programs and shared links' orders from the start (ms) of every F, B, W, BW, C, O, R, E and L.
 
     An F and a backward that start together on one device become a pair where the problem has an `overlap_factor`. Drops
-    are derived: each as early as its offload has ended, and never so that compute waits for it.
+    are derived: each as early as its offload has ended, and never so that compute waits for it; so is the room on the
+    peer, which is made when an eviction starts and let go when the load has ended.
     """
     table = np.array([(*op, 0) for op in starts], dtype=np.int32).reshape(-1, 5)
     return lift_table(problem, table, np.fromiter(starts.values(), dtype=np.float64, count=len(table)), method)
@@ -51,12 +53,13 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     together = duration[first] + duration[second]
     duration[first] = duration[second] = (problem.overlap_factor or 1.0) * together
 
-    offloads = np.flatnonzero(table[:, KIND] == Kind.O)
-    drops = np.arange(len(table), len(table) + len(offloads))
-    table = np.concatenate([table, table[offloads]])
-    table[drops, KIND] = Kind.D
-    duration = np.r_[duration, np.zeros(len(drops))]
-    start, phase = _forward_in_time(problem, table, np.r_[start, np.full(len(drops), -np.inf)], duration)
+    for kind, marks in ((Kind.O, (Kind.D,)), (Kind.E, (Kind.D, Kind.A, Kind.V))):
+        leaving = table[table[:, KIND] == kind]
+        table = np.concatenate([table, *(leaving for _ in marks)])
+        table[len(table) - len(leaving) * len(marks) :, KIND] = np.repeat(marks, len(leaving))
+    derived = len(table) - len(start)
+    duration = np.r_[duration, np.zeros(derived)]
+    start, phase = _forward_in_time(problem, table, np.r_[start, np.full(derived, -np.inf)], duration)
     start[first] = start[second] = np.maximum(start[first], start[second])
 
     moment = np.rint(start / grain(start))
@@ -68,6 +71,7 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     rank[second] = rank[first]
 
     device = problem.costs.device[table[:, STAGE]]
+    device = np.where(of_kinds(table, Kind.A, Kind.V), problem.costs.peer[device], device)
     joins = np.zeros(len(table), dtype=np.bool_)
     joins[second] = True
     slot = _slots(table, device, start, start + duration, rank, joins)
@@ -111,7 +115,8 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
     costs = problem.costs
     index = Index(problem, Rows(table, costs.device[table[:, STAGE]]))
     at = {kind: index.rows_of(kind) for kind in (Kind.F, Kind.C, Kind.W)} | {Kind.B: index.rows_of(Kind.B, Kind.BW)}
-    parts = {kind: index.parts(kind) for kind in (Kind.O, Kind.D, Kind.R)}
+    away, drops, back_again = index.moving(Kind.O, Kind.E), index.parts(Kind.D), index.moving(Kind.R, Kind.L)
+    rooms, vacated = index.parts(Kind.A), index.parts(Kind.V)
     start, duration = np.r_[start, -np.inf], np.r_[duration, 0.0]  # row -1, no op, ends before all time
     phase = np.zeros(len(start), dtype=np.int64)
 
@@ -129,12 +134,15 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
         for k, s in enumerate(route):
             reached = move(at[Kind.F][s, passing], reached + costs.message_ms[FORWARDS, s, passing], 4 * k)
             reloaded = reached[:, None]
-            if costs.can_offload[s] or costs.levels.can_offload[:, s].any():
-                offloads = parts[Kind.O][s, passing]
-                left = move(offloads, reached[:, None], 4 * k + 1)
+            if costs.can_offload[s] or costs.levels.can_offload[:, s].any() or costs.can_evict[s]:
+                leaving, returning = away[s, passing], back_again[s, passing]
+                left = move(leaving, reached[:, None], 4 * k + 1)
+                move(rooms[s, passing], start[leaving[:, :1]], 4 * k + 1)
                 # Noise must not move the drop on.
-                move(parts[Kind.D][s, passing], np.maximum(start[offloads], left - noise), 4 * k + 2)
-                reloaded = move(parts[Kind.R][s, passing], left, 4 * (2 * len(route) - k) - 2)
+                move(drops[s, passing], np.maximum(start[leaving], left - noise), 4 * k + 2)
+                step = 4 * (2 * len(route) - k) - 2
+                reloaded = move(returning, left, step)
+                move(vacated[s, passing], np.maximum(start[returning], reloaded - noise)[:, :1], step)
             back = np.maximum(reached, reloaded.max(axis=1))
             recomputed = move(at[Kind.C][s, passing], back, 4 * (2 * len(route) - k) - 1)
             returned[s] = np.maximum(recomputed, back)
@@ -150,8 +158,8 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
 def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, joins: Flags) -> Ints:
     """(n,) slots: compute ops are numbered along their device, the others come before the compute op with their number.
 
-    A transfer comes after the compute ops that have ended at its start, and after its forward even where the times
-    overlap; a drop before the first that starts when its offload has ended.
+    A transfer, or a room on the peer, comes after the compute ops that have ended at its start, a transfer also after
+    its forward even where the times overlap; a drop before the first that starts when its offload has ended.
     """
     slot = np.zeros(len(table), dtype=np.int64)
     compute = of_kinds(table, *COMPUTE)
@@ -161,13 +169,13 @@ def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, j
         slot[computing] = np.arange(len(computing))
         others = np.flatnonzero(~compute & (device == d))
         slot[others] = np.searchsorted(rank[computing], rank[others])
-        moving = others[of_kinds(table[others], *TRANSFERS)]
+        moving = others[of_kinds(table[others], *TRANSFERS, Kind.A)]
         ended = np.searchsorted(np.maximum.accumulate(end[computing]), start[moving] + grain(start), side="right")
         slot[moving] = np.minimum(slot[moving], ended)
     forward = np.zeros(table[:, [STAGE, MICROBATCH]].max(axis=0, initial=0) + 1, dtype=np.int64)
     forwards = table[:, KIND] == Kind.F
     forward[tuple(table[forwards][:, [STAGE, MICROBATCH]].T)] = slot[forwards] + 1
-    others = np.flatnonzero(~compute)
+    others = np.flatnonzero(~compute & ~of_kinds(table, Kind.A, Kind.V))
     slot[others] = np.maximum(slot[others], forward[tuple(table[others][:, [STAGE, MICROBATCH]].T)])
     _keep_order(table, device, rank, slot)
     return slot
@@ -182,7 +190,7 @@ def _falls(slot: Ints, group: NDArray[np.integer[Any]]) -> Flags:
 def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64]) -> None:
     """Where a compute op spans the time from an offload's end to its reload's start, the reload comes after it, as its
     drop does, and the device's later transfers after the reload."""
-    others = np.flatnonzero(of_kinds(table, Kind.O, Kind.D, Kind.R))
+    others = np.flatnonzero(of_kinds(table, *MOVES))
     moving = others[of_kinds(table[others], *TRANSFERS)]
     by_device = moving[np.lexsort((rank[moving], device[moving]))]
     by_activation = others[np.lexsort((rank[others], *table[others, STAGE : PART + 1].T))]
@@ -203,8 +211,8 @@ def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64])
 
 
 def prune(schedule: Schedule) -> Schedule:
-    """The same schedule without the offloads whose bytes fit all the time. Nothing starts later, since fewer ops wait
-    for each other.
+    """The same schedule without the offloads and evictions whose bytes fit all the time. Nothing starts later, since
+    fewer ops wait for each other.
 
     Those go first that keep compute waiting longest: a drop for its offload's end, a backward for its reload's.
     """
@@ -217,10 +225,11 @@ def prune(schedule: Schedule) -> Schedule:
     waits[after] = (compiled.timeline.start[after] - compiled.timeline.end[before]) * (
         rows.device[after] == rows.device[before]
     )
-    useless = np.zeros(index.parts(Kind.O).shape, dtype=np.bool_)
-    offloads = []  # wait, and the rows of O, D and R
-    for s, j, p in np.argwhere(index.parts(Kind.O) != NONE).tolist():
-        offload, drop, reload = (int(index.parts(kind)[s, j, p]) for kind in (Kind.O, Kind.D, Kind.R))
+    leaving, returning = index.moving(Kind.O, Kind.E), index.moving(Kind.R, Kind.L)
+    useless = np.zeros(leaving.shape, dtype=np.bool_)
+    offloads = []  # wait, and the rows of O, D and R, or of E, D and L
+    for s, j, p in np.argwhere(leaving != NONE).tolist():
+        offload, drop, reload = (int(rows_of[s, j, p]) for rows_of in (leaving, index.parts(Kind.D), returning))
         offloads.append((max(waits[drop], waits[backward[s, j]]), offload, drop, reload))
     for _, offload, drop, reload in sorted(offloads, key=lambda found: (-found[0], found[1])):
         away = slice(drop + 1, reload)
@@ -229,7 +238,7 @@ def prune(schedule: Schedule) -> Schedule:
             useless[tuple(rows.table[offload, STAGE : PART + 1])] = True
 
     def useful(table: Table) -> Table:
-        moves = of_kinds(table, Kind.O, Kind.D, Kind.R)
+        moves = of_kinds(table, *MOVES, Kind.A, Kind.V)
         part = np.where(moves, table[:, PART], 0)
         return table[~(moves & useless[table[:, STAGE], table[:, MICROBATCH], part])]
 

@@ -40,7 +40,7 @@ MOST_REPAIRED = 12_000  # ops of a schedule that is repaired: up to a second
 MOST_SIMULATED = 400_000  # ops: about 60 ms of compiled search, however many devices there are
 EACH = 20  # what it costs to change rules, in ops
 PER_DEVICE = 1 / 16  # by so much an op costs more for each device, all of which are looked at when one is over
-EXPRESSED = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)  # by rules
+EXPRESSED = set(Kind) - OPTIMIZER  # by rules
 SHAPES: tuple[Shape, ...] = ("looped", "v")
 
 
@@ -52,8 +52,8 @@ def adapt(problem: Problem, schedule: Schedule, objective: Objective = "makespan
     machine; where stages and micro-batches are the same, its order is kept, too. How long that takes grows with
     `most_ops`, and is counted in ops, not in time.
 
-    Returns the shortest valid schedule of these, or None. A schedule with pairs, evictions or optimizers on the host
-    follows no rules: there is none for other numbers of micro-batches or devices.
+    Returns the shortest valid schedule of these, or None. A schedule with pairs or optimizers on the host follows
+    no rules: there is none for other numbers of micro-batches or devices.
     """
     listed = ordered = None
     if not waits_for_compiler(LOOPS):  # the caller's limit would be over before; a solver's process compiles them
@@ -80,7 +80,7 @@ class RulesSearch:
 
     Its stages lie alike on its devices, of which there may be more or fewer; with None the search begins with rules
     that share memory among stages. `ms` is the length of the shortest schedule found; `NO_SCHEDULE_MS` where rules lead
-    to none or do not express all: they have no pairs, no evictions and no updates on the host.
+    to none or do not express all: they have no pairs and no updates on the host.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule | None, objective: Objective) -> None:

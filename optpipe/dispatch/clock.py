@@ -20,6 +20,8 @@ ROUNDING = 1e-9  # of sums of times
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE, OFFLOAD, RELOAD = range(6)  # rows by kind of op, of a part's O and R
 OUT, BACK = range(2)  # rows by way of a transfer
 WAY, STAGE, MICROBATCH = range(3)  # columns of `State.carried`
+PEER = 1  # the channel of evictions
+AT_PEER = -1  # the variant of what is evicted
 
 
 @compiled_part
@@ -48,9 +50,7 @@ def list_all(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
             state.frees[d] = 0
             state.frees_on_host[d] = 0
             if has_relief:  # reloads come before forwards: links are looked at first, then this device again
-                for way in range(2):
-                    link = figures.links[way, d]
-                    _look_soon(state, link, max(now, state.link_free_at[link]))
+                _look_for_room(figures, state, d, NONE, now)
                 continue
         reserved = _bytes_to_keep_free(figures, rules, state, d, now) if has_relief else 0
         k, s = _choose_op(figures, rules, state, d, now, reserved)
@@ -89,8 +89,10 @@ def _reset(figures: Figures, rules: Rules, state: State) -> tuple[int, bool]:
     state.next_microbatch[:] = 0
     for table in (state.parts_to_leave, state.parts_sent, state.parts_off_device, state.parts_back, state.variant):
         table[:] = 0
-    for numbers in (state.in_flight, state.forwards_left, state.next_to_leave, state.next_to_return):
+    for numbers in (state.in_flight, state.forwards_left):
         numbers[:] = 0
+    state.next_to_leave[:] = 0
+    state.next_to_return[:] = 0
     for nbytes in (state.held, state.hosted, state.frees, state.frees_on_host):
         nbytes[:] = 0
     state.running[:] = False
@@ -122,6 +124,16 @@ def _reset(figures: Figures, rules: Rules, state: State) -> tuple[int, bool]:
 def _look_soon(state: State, place: int, moment: float) -> None:
     """Look at a link or device no later than at a moment."""
     state.look_at[place] = min(state.look_at[place], moment)
+
+
+@compiled_part
+def _look_for_room(figures: Figures, state: State, d: int, but: int, now: float) -> None:
+    """Look at the links that may have something for a device, or for what is to come back from it, but at one."""
+    for link in figures.links_for_room[d]:
+        if link == NONE:
+            break
+        if link != but:
+            _look_soon(state, link, max(now, state.link_free_at[link]))
 
 
 @compiled_part
@@ -168,7 +180,7 @@ def _next_microbatch(figures: Figures, rules: Rules, state: State, k: int, s: in
     """The next micro-batch of a stage with an op of a kind; m if there is none."""
     j, microbatches = state.next_microbatch[k, s], len(rules.order)
     while j < microbatches and (
-        state.variant[s, j] == 0 if k == RECOMPUTE else figures.place[s, state.column[j]] == NONE
+        state.variant[s, j] <= 0 if k == RECOMPUTE else figures.place[s, state.column[j]] == NONE
     ):
         j += 1
     state.next_microbatch[k, s] = j
@@ -182,13 +194,14 @@ def _bytes_to_keep_free(figures: Figures, rules: Rules, state: State, d: int, no
     for s in figures.stages_of_device[d]:
         if s == NONE:
             break
-        j = state.next_to_return[s]
-        if j < state.next_microbatch[FORWARD, s] and state.parts_off_device[s, j] > state.parts_back[s, j]:
-            needed = _needed_ms(figures, state, s, j)
-            if needed - rules.lead_ms[s] <= now and needed < soonest:
-                soonest, size = needed, 0
-                for part in range(state.parts_back[s, j], state.parts_sent[s, j]):
-                    size += figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
+        for queue in state.next_to_return:  # one by each channel
+            j = queue[s]
+            if j < state.next_microbatch[FORWARD, s] and state.parts_off_device[s, j] > state.parts_back[s, j]:
+                needed = _needed_ms(figures, state, s, j)
+                if needed - rules.lead_ms[s] <= now and needed < soonest:
+                    soonest, size = needed, 0
+                    for part in range(state.parts_back[s, j], state.parts_sent[s, j]):
+                        size += figures.part_bytes[state.variant[s, j], s, part, state.column[j]]
         j = _next_microbatch(figures, rules, state, RECOMPUTE, s)
         if j < len(rules.order):
             ready = max(state.input_ready[RECOMPUTE, s, j], state.activation_ready[s, j])
@@ -263,7 +276,7 @@ def _start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now:
     else:
         state.in_flight[s] -= 1
         state.parts_to_leave[s, j] = min(state.parts_to_leave[s, j], state.parts_sent[s, j])
-        for part in range(state.parts_sent[s, j]):
+        for part in range(state.parts_sent[s, j] if variant != AT_PEER else 0):
             state.frees_on_host[d] += figures.part_bytes[variant, s, part, column]
         state.input_ready[WEIGHT, s, j] = end
     after, stage = k, figures.next_stage[k, s, column]
@@ -282,34 +295,40 @@ def _start_op(figures: Figures, rules: Rules, state: State, k: int, s: int, now:
         _look_soon(state, len(figures.stages_on_link) + other, max(ready, state.free_at[other]))
 
 
-# What a host link does next: it brings back the part that is needed soonest, else it takes one away.
+# What a link does next: it brings back the part that is needed soonest, else it takes one away, to the host or, on the
+# link of a device to its peer, into the peer's memory.
 
 
 @compiled_part
 def _serve_link(figures: Figures, rules: Rules, state: State, link: int, now: float) -> None:
     """End what a link carries, and start the next transfer, if there is any."""
     state.look_at[link] = np.inf
+    channel = figures.channel[link]
     if state.carried[link, WAY] != NONE:
-        _end_transfer(figures, state, link, now)
-    way, k, s = BACK, RELOAD, _choose_reload(figures, rules, state, link, now)
+        _end_transfer(figures, state, link, channel, now)
+    way, k, s = BACK, RELOAD, _choose_reload(figures, rules, state, link, channel, now)
     if s == NONE:
-        way, k, s = OUT, OFFLOAD, _choose_offload(figures, state, link, now)
+        way, k, s = OUT, OFFLOAD, _choose_offload(figures, state, link, channel, now)
     if s == NONE:
         return
-    j = state.next_to_return[s] if way == BACK else state.next_to_leave[s]
+    d = figures.device[s]
+    j = state.next_to_return[channel, s] if way == BACK else state.next_to_leave[channel, s]
     part = state.parts_back[s, j] if way == BACK else state.parts_sent[s, j]
     variant, column = state.variant[s, j], state.column[j]
     size, end = figures.part_bytes[variant, s, part, column], now + figures.ms[variant, k, s, column]
     if way == BACK:
         state.parts_back[s, j] += 1
         state.parts_to_leave[s, j] = state.parts_sent[s, j]  # no other part of it leaves
-        state.held[figures.device[s]] += size
+        state.held[d] += size
         if state.parts_back[s, j] == state.parts_sent[s, j]:
             state.activation_ready[s, j] = end
     else:
         state.parts_sent[s, j] += 1
         state.activation_ready[s, j] = np.inf
-        state.hosted[figures.device[s]] += size
+        if channel == PEER:
+            state.held[figures.peer[d]] += size
+        else:
+            state.hosted[d] += size
     state.moved[way, s, j, part] = now
     state.carried[link, WAY], state.carried[link, STAGE], state.carried[link, MICROBATCH] = way, s, j
     state.link_free_at[link] = end
@@ -317,40 +336,49 @@ def _serve_link(figures: Figures, rules: Rules, state: State, link: int, now: fl
 
 
 @compiled_part
-def _end_transfer(figures: Figures, state: State, link: int, now: float) -> None:
+def _end_transfer(figures: Figures, state: State, link: int, channel: int, now: float) -> None:
     way, s, j = state.carried[link, WAY], state.carried[link, STAGE], state.carried[link, MICROBATCH]
     d = figures.device[s]
     state.carried[link, WAY] = NONE
     if way == OUT:
         size = figures.part_bytes[state.variant[s, j], s, state.parts_off_device[s, j], state.column[j]]
         state.parts_off_device[s, j] += 1
-        if state.running[d]:  # a drop waits for the op that runs
-            state.frees[d] += size
-        else:
-            state.held[d] -= size
-        link_back = figures.links[BACK, d]
-        if link_back != link:
-            _look_soon(state, link_back, max(now, state.link_free_at[link_back]))
+        _let_go(figures, state, d, size, link, now)
+    elif channel == PEER:
+        _let_go(figures, state, figures.peer[d], figures.part_bytes[AT_PEER, s, 0, state.column[j]], link, now)
     if not state.running[d]:
         _look_soon(state, len(figures.stages_on_link) + d, now)
 
 
 @compiled_part
-def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, now: float) -> int:
+def _let_go(figures: Figures, state: State, d: int, size: int, link: int, now: float) -> None:
+    """Bytes of a device go that a link has taken away, when the op that runs there has ended."""
+    if state.running[d]:
+        state.frees[d] += size
+    else:
+        state.held[d] -= size
+        _look_soon(state, len(figures.stages_on_link) + d, now)
+    _look_for_room(figures, state, d, link, now)
+
+
+@compiled_part
+def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, channel: int, now: float) -> int:
     """The stage of the part that is needed soonest, of those that fit and are due; NONE if there is none."""
     chosen, soonest = NONE, np.inf
     for s in figures.stages_on_link[link]:
         if s == NONE:
             break
         d = figures.device[s]
-        if figures.links[BACK, d] != link:
+        if figures.links[channel, BACK, d] != link:
             continue
-        j, forwards = state.next_to_return[s], state.next_microbatch[FORWARD, s]
+        j, forwards = state.next_to_return[channel, s], state.next_microbatch[FORWARD, s]
         while j < forwards and (
-            state.parts_to_leave[s, j] <= 0 or state.parts_back[s, j] == state.parts_to_leave[s, j]
+            state.parts_to_leave[s, j] <= 0
+            or state.parts_back[s, j] == state.parts_to_leave[s, j]
+            or (state.variant[s, j] == AT_PEER) != (channel == PEER)
         ):
             j += 1
-        state.next_to_return[s] = j
+        state.next_to_return[channel, s] = j
         if j == forwards or state.parts_off_device[s, j] <= state.parts_back[s, j]:
             continue
         needed, part = _needed_ms(figures, state, s, j), state.parts_back[s, j]
@@ -364,40 +392,44 @@ def _choose_reload(figures: Figures, rules: Rules, state: State, link: int, now:
 
 
 @compiled_part
-def _choose_offload(figures: Figures, state: State, link: int, now: float) -> int:
-    """The stage of the part that could have left first, of those that fit into host memory; NONE if there is none."""
+def _choose_offload(figures: Figures, state: State, link: int, channel: int, now: float) -> int:
+    """The stage of the part that could have left first, of those that fit where they go to; NONE if there is none."""
     chosen, oldest = NONE, np.inf
     for s in figures.stages_on_link[link]:
         if s == NONE:
             break
         d = figures.device[s]
-        if figures.links[OUT, d] != link:
+        if figures.links[channel, OUT, d] != link:
             continue
-        j = _next_to_leave(figures, state, s, now)
-        state.next_to_leave[s] = j
+        j = _next_to_leave(figures, state, channel, s, now)
+        state.next_to_leave[channel, s] = j
         if j == state.next_microbatch[FORWARD, s]:
             continue
         forward_end = state.start[FORWARD, s, j] + figures.ms[0, FORWARD, s, state.column[j]]
         if forward_end > now or state.parts_sent[s, j] >= state.parts_to_leave[s, j]:
             continue
         size = figures.part_bytes[state.variant[s, j], s, state.parts_sent[s, j], state.column[j]]
-        if state.hosted[d] + size <= figures.host_memory[d] and forward_end < oldest:
+        if channel == PEER:
+            fits = state.held[figures.peer[d]] + size <= figures.memory[figures.peer[d]]
+        else:
+            fits = state.hosted[d] + size <= figures.host_memory[d]
+        if fits and forward_end < oldest:
             chosen, oldest = s, forward_end
     return chosen
 
 
 @compiled_part
-def _next_to_leave(figures: Figures, state: State, s: int, now: float) -> int:
-    """The oldest micro-batch with a part that is to leave; those before it keep what they have.
+def _next_to_leave(figures: Figures, state: State, channel: int, s: int, now: float) -> int:
+    """The oldest micro-batch with a part that is to leave by a channel; those before it keep what they have.
 
     An activation that would not be back in time, or whose device has no forward to start, would leave in vain. So its
     parts stay, unless an older activation needs their room to come back.
     """
-    d, j, forwards = figures.device[s], state.next_to_leave[s], state.next_microbatch[FORWARD, s]
-    older = state.next_to_return[s]
+    d, j, forwards = figures.device[s], state.next_to_leave[channel, s], state.next_microbatch[FORWARD, s]
+    older = state.next_to_return[channel, s]
     while j < forwards:
         to_send = state.parts_to_leave[s, j] - state.parts_sent[s, j]
-        if to_send > 0:
+        if to_send > 0 and (state.variant[s, j] == AT_PEER) == (channel == PEER):
             to_fetch = state.parts_to_leave[s, j] - state.parts_back[s, j]
             send_ms = figures.ms[state.variant[s, j], OFFLOAD, s, state.column[j]]
             fetch_ms = figures.ms[state.variant[s, j], RELOAD, s, state.column[j]]

@@ -10,7 +10,7 @@ from optpipe.dispatch.figures import Choices, Figures, State, evenly
 from optpipe.evaluate.jit import compiled, compiled_part
 from optpipe.evaluate.objective import shorter
 from optpipe.model.arrays import NONE, Flags, Floats, Ints
-from optpipe.model.rules import Rules
+from optpipe.model.rules import EVICTED, Rules
 
 TOLERANCE = 1e-9  # a replica is shorter only by more than rounding
 SLACK = 0.001  # new rules may be about this much longer than those at hand (threshold accepting, Dueck 1990)
@@ -124,11 +124,15 @@ def _change_waiting(choices: Choices, rules: Rules, chosen: Flags, progress: Flo
 @compiled_part
 def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floats) -> None:
     """Change when activations come back, what share of them leaves or is computed again, or what some of them do."""
-    levels, offloads = choices.levels.max(), choices.parts[0].max() > 0
-    if offloads and levels > 0:
+    levels, offloads, evicts = choices.levels.max(), choices.parts[0].max() > 0, choices.parts[-1].max() > 0
+    if evicts and (offloads or levels > 0):
+        evicts = draw(progress) < 0.5
+    if offloads and levels > 0 and not evicts:
         offloads = draw(progress) < 0.5
     level, with_checkpoint = NONE, False
-    if not offloads:
+    if evicts:
+        level = EVICTED
+    elif not offloads:
         level = below(levels, progress) if levels > 1 else 0
         with_checkpoint = choices.parts[1 + level].max() > 0 and draw(progress) < 0.5
     what = draw(progress)
@@ -147,16 +151,18 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
 
 @compiled_part
 def _most_parts(choices: Choices, s: int, level: int) -> int:
-    """In how many parts an activation can leave, or whether it can be computed again."""
-    return int(choices.parts[0, s] if level == NONE else min(choices.levels[s], 1))
+    """In how many parts an activation can leave, or whether it can be computed again or evicted."""
+    if level < 0:
+        return int(choices.parts[0 if level == NONE else -1, s])
+    return int(min(choices.levels[s], 1))
 
 
 @compiled_part
 def _relieve(choices: Choices, rules: Rules, s: int, j: int, level: int, with_checkpoint: bool, count: int) -> None:
-    """So many parts of an activation leave or, if that is not 0, it is recomputed: by this level or the stage's last
-    one, while all of the checkpoint leaves if `with_checkpoint`."""
-    rules.level[s, j], rules.parts[s, j] = NONE, count
-    if level != NONE and count > 0:
+    """So many parts of an activation leave or, if that is not 0, it is evicted or recomputed: by this level or the
+    stage's last one, while all of the checkpoint leaves if `with_checkpoint`."""
+    rules.level[s, j], rules.parts[s, j] = EVICTED if level == EVICTED and count > 0 else NONE, count
+    if level >= 0 and count > 0:
         rules.level[s, j] = min(level, choices.levels[s] - 1)
         rules.parts[s, j] = choices.parts[1 + rules.level[s, j], s] if with_checkpoint else 0
 

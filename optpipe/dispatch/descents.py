@@ -30,7 +30,7 @@ from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.arrays import NONE, Floats, Ints
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.rules import Rules
+from optpipe.model.rules import EVICTED, Rules
 from optpipe.schedule import Schedule
 
 MOST_FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
@@ -203,7 +203,7 @@ def _by_work(problem: Problem) -> Ints:
 
 def _reliefs(choices: Choices) -> Iterator[StageRelief]:
     """Yields what can become of some activations, (S,): all parts leave, or they are recomputed by a level, of a stage
-    with fewer levels its last one; then also while the checkpoints leave."""
+    with fewer levels its last one; then also while the checkpoints leave; last, they are evicted."""
     stays = StageRelief.none(len(choices.levels))
     if choices.parts[0].any():
         yield stays._replace(parts=choices.parts[0])
@@ -212,6 +212,8 @@ def _reliefs(choices: Choices) -> Iterator[StageRelief]:
         parts = np.where(of_stage >= 0, choices.parts[1 + of_stage, np.arange(len(of_stage))], 0)
         for leaving in (stays.parts, parts)[: 1 + parts.any()]:
             yield StageRelief(of_stage, leaving)
+    if (evicted := choices.parts[-1]).any():
+        yield StageRelief(np.where(evicted > 0, EVICTED, NONE), evicted)
 
 
 def whole_reliefs(choices: Choices) -> list[StageRelief]:
@@ -245,8 +247,10 @@ def followed_rules(schedule: Schedule) -> Rules:
     order = rows.microbatch[entering][np.argsort(start[entering], kind="stable")]
     place, enters = np.argsort(stages)[rows.stage], np.argsort(order)[rows.microbatch]
     level, parts = StageRelief.none(len(stages), problem.microbatches)
-    again, leaving = np.flatnonzero(rows.of_kinds(Kind.C)), np.flatnonzero(rows.of_kinds(Kind.O))
+    again, leaving = np.flatnonzero(rows.of_kinds(Kind.C)), np.flatnonzero(rows.of_kinds(Kind.O, Kind.E))
+    evicted = np.flatnonzero(rows.of_kinds(Kind.E))
     level[place[again], enters[again]] = rows.part[again]
+    level[place[evicted], enters[evicted]] = EVICTED
     np.add.at(parts, (place[leaving], enters[leaving]), 1)
     step = rows.of_kinds(Kind.F).astype(np.int64) - rows.of_kinds(*BACKWARD)
     in_flight = np.array([np.cumsum(step[rows.stage == s]).max(initial=1) for s in stages])
@@ -272,7 +276,8 @@ def moved_rules(simulator: Simulator, rules: Rules, problem: Problem) -> Rules |
     like = _source_microbatches(problem.microbatches, microbatches)
     old_level, parts = rules.level[source][:, like], rules.parts[source][:, like]
     # What can become of activations, nearest to that: no higher level, no more parts than there are.
-    level = old_level.clip(NONE, choices.levels[:, None] - 1)
+    evicted = (old_level == EVICTED) & (choices.parts[-1] > 0)[:, None]
+    level = np.where(evicted, EVICTED, old_level.clip(NONE, choices.levels[:, None] - 1))
     parts = np.where((old_level != NONE) & (level == NONE), 0, parts)
     parts = parts.clip(0, choices.parts[1 + level, np.arange(stages)[:, None]])
     old_ms = problem.costs.ms[: Kind.B + 1, route[source]].max(axis=-1)

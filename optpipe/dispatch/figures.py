@@ -20,7 +20,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules
 
 COMPUTE = (Kind.F, Kind.B, Kind.W, Kind.C)  # rows of `takes`, `frees`, and the first of `ms`
-TRANSFERS = (Kind.O, Kind.R)  # the last rows of `ms`
+TRANSFERS = (Kind.O, Kind.R), (Kind.E, Kind.L)  # the last rows of `ms`: of what goes to the host, of what is evicted
 BEYOND_MEMORY = (0, 1, 2)  # micro-batches in flight for which there is no room: a device that waits frees them late
 GIVEN_UP = (0, 1)  # micro-batches in flight that a device's first stage leaves to each of its other stages
 
@@ -32,8 +32,9 @@ class Figures(NamedTuple):
     """The problem for `clock.list_ops`.
 
     Figures of ops have one column, in the last axis, a class of equal micro-batches (`Costs.class_of`). What depends on
-    how an activation is relieved has a variant in its first axis: 0 where it is not computed again, else 1 + the level
-    by which it is; V = 1 + the most levels of a stage.
+    how an activation is relieved has a variant in its first axis: 0 where it is not computed again, 1 + the level by
+    which it is, or the last one, -1, where it is evicted; V = 2 + the most levels of a stage. Transfers to the host and
+    back are of channel 0, evictions and loads of channel 1; C is 2 where some stage can evict, else 1.
     """
 
     ms: Floats  # (V, 6, S, classes) of each F, B, W, C, and of one part's O and R
@@ -46,8 +47,11 @@ class Figures(NamedTuple):
     frees: Ints  # (V, 4, S, classes) when it ends
     memory: Ints  # (D,) bytes
     host_memory: Ints  # (D,) bytes
-    part_bytes: Ints  # (V, S, parts, classes) of each part of an activation, or of its checkpoint
-    links: Ints  # (2, D) the host link that carries each device's offloads, its reloads
+    part_bytes: Ints  # (V, S, parts, classes) of each part of an activation, or of its checkpoint; of what is evicted
+    links: Ints  # (C, 2, D) the link that carries what leaves each device by a channel, and what comes back, or NONE
+    channel: Ints  # (links,) of each link
+    links_for_room: Ints  # (D, most) the links that look for room on each device, then NONE
+    peer: Ints  # (D,) the device to which each evicts, or NONE
     stages_on_link: Ints  # (links, most) the stages whose activations each link carries, then NONE
     work_ms: Floats  # (D, classes) how long each micro-batch keeps each device busy
     offset_ms: Floats  # (2, S, classes) how long after its micro-batch's begin each F, B starts at full speed
@@ -59,17 +63,29 @@ class Figures(NamedTuple):
         device = costs.device[order]
         # An op that takes no time gets an instant, so that the order of starts shows what came first.
         examples = costs.representatives
-        compute, timed = np.ix_(np.array(COMPUTE), order), np.ix_(np.array((*COMPUTE, *TRANSFERS)), order)
+        compute = np.ix_(np.array(COMPUTE), order)
+        timed, evicted = (np.ix_(np.array((*COMPUTE, *moves)), order) for moves in TRANSFERS)
         levels = range(costs.levels.recompute_ms.shape[0])
-        ms = np.array([each[..., examples][timed] for each in (costs.ms, *map(costs.level_ms, levels))])
-        ms = np.maximum(ms, instant_ms(problem))
+        times = [each[..., examples][timed] for each in (costs.ms, *map(costs.level_ms, levels))]
+        ms = np.maximum([*times, costs.ms[..., examples][evicted]], instant_ms(problem))
         message_ms = costs.message_ms[:, order][..., examples]
-        tables = zip((effects.takes, effects.frees), *effects.by_level, strict=True)
+        stays = effects.takes, effects.frees
+        tables = zip(stays, *effects.by_level, stays, strict=True)
         takes, frees = (np.array([table[..., examples][compute] for table in each]) for each in tables)
-        parts = [effects.parts * costs.can_offload[:, None, None], *effects.parts_by_level]
+        evict = np.zeros_like(effects.parts)
+        evict[..., 0] = costs.evict
+        parts = [effects.parts * costs.can_offload[:, None, None], *effects.parts_by_level, evict]
         part_bytes = np.array([np.swapaxes(each[order][:, examples], 1, 2) for each in parts])
         ways = 1 if problem.transfer_mode == "half_duplex" else 2
-        links = np.array([ways * costs.link, ways * costs.link + ways - 1])
+        links = np.array([[ways * costs.link, ways * costs.link + ways - 1]])
+        evicts = np.isin(np.arange(len(problem.devices)), costs.device[costs.can_evict])
+        if evicts.any():
+            own = np.where(evicts, links.max() + np.cumsum(evicts), NONE)
+            links = np.concatenate([links, [[own, own]]])
+        channel, each_link = np.zeros(links.max() + 1, dtype=np.int64), np.arange(links.max() + 1)
+        channel[links[1:][links[1:] != NONE]] = 1
+        carries = (links[..., None] == each_link).any(axis=1)  # (C, D, links)
+        to_peer = np.array([carries[1:, costs.peer == d].any(axis=(0, 1)) for d in range(len(evicts))])
         place, next_stage, offset_ms = _along_routes(problem, order, ms[0], message_ms)
         work_ms = np.zeros((len(problem.devices), len(examples)))
         np.add.at(work_ms, device, (ms[0] * (place != NONE))[: len(COMPUTE) - 1].sum(axis=0))
@@ -87,7 +103,10 @@ class Figures(NamedTuple):
                 host_memory=costs.host_memory,
                 part_bytes=part_bytes,
                 links=links,
-                stages_on_link=_marked([(links[:, device] == n).any(axis=0) for n in range(links.max() + 1)]),
+                channel=channel,
+                links_for_room=_marked(list(carries.any(axis=0) | to_peer)),
+                peer=costs.peer,
+                stages_on_link=_marked([carries[:, device, n].any(axis=0) for n in each_link]),
                 work_ms=work_ms,
                 offset_ms=offset_ms,
                 class_of=costs.class_of,
@@ -98,7 +117,8 @@ class Figures(NamedTuple):
 class Choices(NamedTuple):
     """What rules may set for each stage."""
 
-    parts: Ints  # (V, S) in how many parts an activation can leave, or its checkpoint by each level; 0 if it cannot
+    parts: Ints  # (V, S) in how many parts an activation can leave, or its checkpoint by each level; 0 if it cannot; as
+    # the last whether it can be evicted
     levels: Ints  # (S,) by how many levels an activation can be computed again
     chunk: Ints  # (S,) which chunk of its device each stage is, from 0
     carry_ms: Floats  # (S,) how long it takes to have all of the largest activation back
@@ -108,7 +128,8 @@ class Choices(NamedTuple):
     @classmethod
     def from_problem(cls, problem: Problem) -> Choices:
         order, costs = stage_order(problem), problem.costs
-        parts = np.where(np.vstack([costs.can_offload, costs.levels.can_offload]), costs.parts, 0)[:, order]
+        parts = np.where(np.vstack([costs.can_offload, costs.levels.can_offload]), costs.parts, 0)
+        parts = np.vstack([parts, costs.can_evict])[:, order]
         levels = costs.levels.count[order]
         least_ms = np.where(parts.any(axis=0) | (levels > 0), instant_ms(problem), 0.0)
         return in_rows(
@@ -151,8 +172,8 @@ class State(NamedTuple):
     parts_off_device: Ints  # (S, m) how many have left
     parts_back: Ints  # (S, m) how many have begun to come back
     variant: Ints  # (S, m) of each activation, as in `Figures`
-    next_to_leave: Ints  # (S,) the oldest micro-batch with parts that are to leave
-    next_to_return: Ints  # (S,) the oldest micro-batch with parts that are to come back
+    next_to_leave: Ints  # (C, S) the oldest micro-batch with parts that are to leave by each channel
+    next_to_return: Ints  # (C, S) the oldest micro-batch with parts that are to come back
     carried: Ints  # (links, 3) way, stage and micro-batch of the part on each link; NONE where a link is free
     link_free_at: Floats  # (links,) when the last transfer ends or ended
     column: Ints  # (m,) of each micro-batch in `Figures`
@@ -189,8 +210,8 @@ def new_state(figures: Figures, microbatches: int) -> State:
         parts_off_device=ints(stages, microbatches),
         parts_back=ints(stages, microbatches),
         variant=ints(stages, microbatches),
-        next_to_leave=ints(stages),
-        next_to_return=ints(stages),
+        next_to_leave=ints(len(figures.links), stages),
+        next_to_return=ints(len(figures.links), stages),
         carried=ints(links, 3),
         link_free_at=np.zeros(links),
         column=ints(microbatches),
@@ -202,6 +223,7 @@ def carry_ms(costs: Costs, route: Ints) -> Floats:
     parts, levels = costs.parts[route], costs.levels
     reloads = [costs.can_offload[route] * parts * costs.ms[Kind.R, route].max(axis=-1)]
     reloads += [*parts * levels.reload_ms[:, route].max(axis=-1)]
+    reloads += [costs.ms[Kind.L, route].max(axis=-1)]
     longest: Floats = np.max([*reloads, *levels.recompute_ms[:, route].max(axis=-1)], axis=0)
     return longest
 

@@ -23,7 +23,7 @@ from optpipe.lift import lift_table, prune
 from optpipe.model.arrays import NONE, Floats, Ints, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.rules import Rules
+from optpipe.model.rules import EVICTED, Rules
 from optpipe.schedule import Schedule
 
 
@@ -58,8 +58,9 @@ class Simulator:
         state = listed or self._run(rules)
         if state is None:
             return None
-        compute, compute_start = self._rows_of(state.start[..., None], COMPUTE, rules.order, state.variant - 1)
-        transfers, transfer_start = self._rows_of(state.moved, TRANSFERS, rules.order, state.variant - 1)
+        order, level = rules.order, state.variant - 1
+        compute, compute_start = self._rows_of(state.start[..., None], (COMPUTE, COMPUTE), order, level)
+        transfers, transfer_start = self._rows_of(state.moved, TRANSFERS, order, level)
         table, start = np.concatenate([compute, transfers]), np.concatenate([compute_start, transfer_start])
         return prune(replace(lift_table(self.problem, table, start, method), rules=rules))
 
@@ -72,13 +73,14 @@ class Simulator:
         state = room or self.new_state()
         return state if self._loops[0](self.figures, in_rows(rules), state, NO_SCHEDULE_MS) else None
 
-    def _rows_of(self, start: Floats, kinds: tuple[Kind, ...], order: Ints, level: Ints) -> tuple[Table, Floats]:
+    def _rows_of(
+        self, start: Floats, kinds: tuple[tuple[Kind, ...], ...], order: Ints, level: Ints
+    ) -> tuple[Table, Floats]:
         """Rows of a program's table and starts of the ops, from (kinds, S, m, parts) starts and (S, m) levels in the
-        order of entry."""
+        order of entry. `kinds` are those of what stays or goes to the host, and of what is evicted."""
         started = start < NO_SCHEDULE_MS
-        kind, stage, j, part = np.nonzero(started)
-        part = np.where(np.array(kinds)[kind] == Kind.C, level[stage, j], part)
-        table = np.array(
-            [np.array(kinds)[kind], stage_order(self.problem)[stage], order[j], part, np.zeros_like(j)], dtype=np.int32
-        ).T
+        row, stage, j, part = np.nonzero(started)
+        kind = np.array(kinds)[(level[stage, j] == EVICTED).astype(int), row]
+        part = np.where(kind == Kind.C, level[stage, j], part)
+        table = np.array([kind, stage_order(self.problem)[stage], order[j], part, np.zeros_like(j)], dtype=np.int32).T
         return table, start[started]

@@ -176,6 +176,14 @@ class Index:
             self._found[kind] = table
         return self._found[kind]
 
+    def moving(self, in_parts: Kind, whole: Kind) -> Ints:
+        """(S, m, parts) as `parts`, where an activation that moves as a whole is a first part."""
+        if whole not in self.present:
+            return self.parts(in_parts)
+        rows = self.parts(in_parts).copy()
+        rows[:, :, :1] = np.maximum(rows[:, :, :1], self.parts(whole))
+        return rows
+
     def rows_of(self, *kinds: Kind) -> Ints:
         """(S, m) rows of these kinds; the last one where there are several. Only to be read."""
         tables = [self.parts(kind) for kind in kinds]

@@ -10,8 +10,10 @@ from pydantic import Field, model_validator
 from optpipe.model.arrays import NONE, Floats, Ints
 from optpipe.model.records import MOST_LEVELS, MOST_MS, MOST_PARTS, Index, Items, Ms, Record
 
+EVICTED = NONE - 1  # in place of a level: the activation leaves for its device's peer
+
 Count = Annotated[int, Field(strict=True, ge=-1, le=2**20)]
-LevelOrNone = Annotated[int, Field(strict=True, ge=NONE, lt=MOST_LEVELS)]
+LevelOrNone = Annotated[int, Field(strict=True, ge=EVICTED, lt=MOST_LEVELS)]
 Parts = Annotated[int, Field(strict=True, ge=0, le=MOST_PARTS)]
 
 
@@ -21,8 +23,8 @@ class Rules(NamedTuple):
 
     in_flight: Ints  # (S,) the most micro-batches between the start of their F and that of their B at each stage
     wait_ms: Floats  # (2, S) how long a device waits for the F, the B of each stage rather than start a lower op
-    level: Ints  # (S, m) the level by which each activation is recomputed; `NONE` if by none
-    parts: Ints  # (S, m) how many parts of each activation, or of its checkpoint, are offloaded if there is time
+    level: Ints  # (S, m) the level by which each activation is recomputed, `NONE` if by none; or `EVICTED`
+    parts: Ints  # (S, m) how many parts of each activation, or of its checkpoint, leave if there is time
     lead_ms: Floats  # (S,) how long before its backward an activation begins to come back or to be recomputed
     order: Ints  # (m,) the micro-batches in the order in which they enter; each stage runs each kind of op in it
 

@@ -1,6 +1,6 @@
 """The engine `dispatch`: local search over the rules by which a list scheduler chooses what runs next.
 
-It finds schedules with and without transfers and recomputes.
+It finds schedules with and without transfers, evictions and recomputes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Ready, Request
 from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit, Incumbents
+from optpipe_solver.schedule_facts import follows_rules
 
 METHOD = "dispatch"
 MOST_THREADS: int | None = 1
@@ -40,7 +41,8 @@ def run(request: Request, emit: Emit) -> float | None:
     simulator = Simulator(request.problem)
     compile_descents(simulator)
     emit(Ready())
-    incumbents, clock = Incumbents.of_engine(request, emit), Clock(request.time_limit_s, counts=True, wall_s=inf)
+    incumbents = Incumbents.of_engine(request, emit, known=follows_rules)
+    clock = Clock(request.time_limit_s, counts=True, wall_s=inf)
     simulated = 0
     shortest_ms = NO_SCHEDULE_MS  # by rules
     offered_ms = NO_SCHEDULE_MS  # the shortest so far, also where that is no better as a schedule

@@ -59,13 +59,15 @@ class Incumbents:
         self._lock = threading.RLock()
 
     @classmethod
-    def of_engine(cls, request: Request, emit: Emit, *kinds: Predicate) -> Incumbents:
-        """The keeper of an engine. It begins with the warm start, unless models do not know its ops."""
+    def of_engine(
+        cls, request: Request, emit: Emit, *kinds: Predicate, known: Predicate = has_only_known_ops
+    ) -> Incumbents:
+        """The keeper of an engine. It begins with the warm start, unless its ops are not `known`."""
         incumbents = cls(request, emit, *kinds)
         if request.warm_start is not None:
             with suppress(InputError):
                 start = request.warm_start.schedule(request.problem)
-                if has_only_known_ops(start):
+                if known(start):
                     incumbents.offer(start, is_news=False)
         return incumbents
 

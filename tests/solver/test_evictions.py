@@ -1,28 +1,38 @@
-"""Evictions to peers and optimizers on the host, which no engine makes: nothing of the solver or the cache breaks them,
-forgets them or claims what they disprove."""
+"""Evictions to peers, of engines only `dispatch` makes them, and optimizers on the host, which none makes: nothing of
+the solver or the cache breaks them, forgets them or claims what they disprove."""
 
+from itertools import islice
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 from support.examples import examples
 from support.frames import bounds, notes, schedules
+from support.oracles.bounds import bounds_of
+from support.oracles.enumeration import TooManyError, best_of_all
 from support.problems import with_budgets
+from support.problems.small import evicting_and_tiny
 from support.problems.strategies import problems_with_schedules
 from support.problems.units import ACTIVATION, units
 
-from optpipe import Problem, Schedule, check, simulate
+from optpipe import Kind, Problem, Schedule, Stage, check, simulate
+from optpipe.dispatch.descents import descents
+from optpipe.dispatch.simulate import Simulator
+from optpipe.evaluate.objective import length_ms
 from optpipe.lift import prune
 from optpipe.process.protocol import Infeasible, Programs, Request
 from optpipe.reuse import repair
 from optpipe_cache import Cache, features
 from optpipe_cache.features import structure
-from optpipe_solver import cpsat, milp
+from optpipe_solver import cpsat, dispatch, milp
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.bounds.problem_facts import without_evictions
 from optpipe_solver.cpsat.grid import is_expressible
 from optpipe_solver.portfolio import PlacementSearch, Portfolio
 from optpipe_solver.schedule_facts import allocation_times, has_only_known_ops, tails
+from optpipe_solver.systems import generate
 
 
 def paired(memory: int, m: int = 2, **changes: Any) -> Problem:
@@ -73,6 +83,62 @@ def test_an_engine_asked_for_by_name_says_that_it_makes_none():
     assert notes(frames) == ["lns makes no evictions: some heuristics and published schedules do"]
 
 
+@settings(max_examples=examples(60), deadline=None)
+@given(evicting_and_tiny(), st.sampled_from(("makespan", "span")))
+def test_no_bound_is_above_the_best_schedule_with_evictions_and_none_that_is_listed_below(problem, objective):
+    try:
+        best_ms, _ = best_of_all(problem, objective)
+    except TooManyError:
+        reject()
+    assert {name: ms for name, ms in bounds_of(problem, objective).items() if ms > best_ms + 1e-6} == {}
+    simulator = Simulator(problem)
+    for step in islice(descents(simulator, objective, seed=0), 40):
+        if schedule := simulator.schedule(step.rules, "dispatch", step.listed):
+            assert check(problem, schedule) == []
+            assert length_ms(schedule, objective) >= best_ms - 1e-6
+
+
+def test_a_bound_counts_the_room_on_the_peer_and_the_link():
+    """Each activation of 20 may leave, but there is no place for them beside the peer's own; or there is, and the link
+    is slow."""
+    row = units(2, 20)
+    first = row.stages[0].model_copy(update={"evict_ms": 0.0, "load_ms": 0.0, "evict_bytes": ACTIVATION})
+    slow = first.model_copy(update={"evict_ms": 10.0, "load_ms": 10.0})
+
+    def bound_ms(stage: Stage, rooms: int) -> float:
+        devices = [
+            {"activation_budget_bytes": ACTIVATION, "peer": 1},
+            {"activation_budget_bytes": rooms * ACTIVATION},
+        ]
+        problem = row.replace(stages=[stage, row.stages[1]], p2p_ms=20.0, devices=devices)
+        assert memory_bound(without_evictions(problem)) < 125.0
+        return memory_bound(problem)
+
+    assert bound_ms(first, 60) < 125.0
+    assert bound_ms(first, 2) > 200.0
+    assert bound_ms(slow, 60) > 200.0
+
+
+def test_list_scheduling_evicts_where_that_pays():
+    """As BPipe does, where memory is balanced but 1F1B's need of it is not; and where no published schedule applies."""
+    limit = 5 * ACTIVATION
+    row = units(8, 24)
+    eviction = {"evict_ms": 0.5, "load_ms": 0.5, "evict_bytes": ACTIVATION}
+    problem = row.replace(
+        devices=[{"activation_budget_bytes": limit, "peer": 7 - d} for d in range(8)],
+        stages=[stage.model_copy(update=eviction) for stage in row.stages],
+    )
+    plain = with_budgets(row, [limit] * 8)
+    frames: dict[bool, list[Any]] = {True: [], False: []}
+    for evicts, each in ((True, problem), (False, plain)):
+        dispatch.run(Request(problem=each, method="dispatch", time_limit_s=2.0, threads=1), frames[evicts].append)
+    shortest = schedules(frames[True], problem)[-1]
+    assert check(problem, shortest) == []
+    assert any(op.kind is Kind.E for program in shortest.programs for op in program.ops())
+    assert shortest.makespan_ms < schedules(frames[False], plain)[-1].makespan_ms
+    assert shortest.makespan_ms <= generate("bpipe", problem).makespan_ms
+
+
 @pytest.mark.parametrize("search", [Portfolio, PlacementSearch])
 def test_a_search_keeps_an_eviction_that_is_the_best_it_knows(search):
     problem = paired(ACTIVATION)
@@ -103,6 +169,7 @@ def test_the_cache_tells_them_apart(tmp_path):
     assert cache.lookup(plain) is None
     slower = paired(ACTIVATION, p2p_ms=0.1)
     hit = cache.lookup(slower)
-    assert hit.schedule.makespan_ms == simulate(slower, evicting(slower)).makespan_ms
+    assert check(slower, hit.schedule) == []
+    assert hit.schedule.makespan_ms <= simulate(slower, evicting(slower)).makespan_ms
     costly = problem.replace(stages=[problem.stages[0].model_copy(update={"evict_ms": 1.0}), problem.stages[1]])
     assert list(features(problem).terms(features(costly))) == ["evict"]

@@ -1,8 +1,8 @@
 """The optimum by trying every schedule there is, for tiny problems: no solver's optimum may differ from it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -131,17 +131,27 @@ def merged(
             yield (chain[0], *rest)
 
 
-def programs_of(problem: Problem, device: int, all_of_them: bool = False) -> list[Program]:
+def programs_of(
+    problem: Problem, device: int, all_of_them: bool = False, evicted: Collection[tuple[int, int]] = ()
+) -> list[Program]:
     """The programs that a device can run within its memory: every order, every choice of offload, recompute and BW, and
     every place of O, D and R. Unless `all_of_them` are asked for, those are left out than which another is no worse.
+    What is `evicted`, stage and micro-batch, is so, and has its room on the peer.
 
     Raises TooManyError beyond `MOST_PROGRAMS`.
     """
     everywhere = ((s, j) for j in range(problem.microbatches) for s in problem.route(j))
     passes = [(s, j) for s, j in everywhere if problem.stages[s].device == device]
+    gone = {(s, j): tuple(Op(kind, s, j) for kind in (Kind.E, Kind.D, Kind.L)) for s, j in evicted}
     choices = [
-        product(middles(problem.stages[s], s, j), backwards(problem, device, s, j, all_of_them)) for s, j in passes
+        product(
+            [gone[s, j]] if (s, j) in gone else middles(problem.stages[s], s, j),
+            backwards(problem, device, s, j, all_of_them),
+        )
+        for s, j in passes
     ]
+    hosted = [(s, j) for s, j in gone if problem.devices[problem.stages[s].device].peer == device]
+    rooms = [(Op(Kind.A, s, j), Op(Kind.V, s, j)) for s, j in hosted]
     budgets = problem.devices[device]
     room = budgets.activation_budget_bytes, inf if budgets.host_memory_bytes is None else budgets.host_memory_bytes
     programs: list[Program] = []
@@ -149,7 +159,7 @@ def programs_of(problem: Problem, device: int, all_of_them: bool = False) -> lis
         chains = [
             (Op(Kind.F, s, j), *middle, *(Op(kind, s, j) for kind in back))
             for (middle, back), (s, j) in zip(chosen, passes, strict=True)
-        ]
+        ] + rooms
         rules = rules_of(problem, device, chains, all_of_them)
         for ops in merged(chains, rules, room):
             programs.append(Program.from_items(ops))
@@ -171,18 +181,22 @@ def backwards(problem: Problem, device: int, s: int, j: int, all_of_them: bool) 
 def rules_of(problem: Problem, device: int, chains: Sequence[tuple[Op, ...]], all_of_them: bool) -> Rules:
     """What ops take and free, and which op follows another in some best program.
 
-    An offload takes no bytes of the device, so it goes before all compute ops that it may go before. A drop waits for
-    it, so it stands where its bytes are needed next. Both make no op later.
+    An offload or eviction takes no bytes of the device, so it goes before all compute ops that it may go before. A drop
+    waits for it, and the end of a room on the peer for a load, so it stands where its bytes are needed next. That room
+    is made as early as bytes allow. All that makes no op later.
     """
     effects = effects_of(problem, device, chains)
     on_host = problem.devices[device].host_memory_bytes is not None
 
     def may_follow(last: Op, op: Op) -> bool:
-        if last.kind is Kind.D and effects.takes[last][0] == 0:
-            return op.kind is Kind.D or effects.takes[op][0] > 0
-        if op.kind is Kind.O and effects.takes[op][0] == 0:
+        if last.kind in (Kind.D, Kind.V) and effects.takes[last][0] == 0:
+            return op.kind in (Kind.D, Kind.V) or effects.takes[op][0] > 0
+        if op.kind in (Kind.O, Kind.E) and effects.takes[op][0] == 0:
             same = (last.stage, last.microbatch) == (op.stage, op.microbatch)
-            return same or last.kind in (Kind.O, Kind.R) or (on_host and last.kind in (Kind.B, Kind.BW))
+            moves = (Kind.O, Kind.R, Kind.E, Kind.L)
+            return same or last.kind in moves or (on_host and last.kind in (Kind.B, Kind.BW))
+        if op.kind is Kind.A:
+            return last.kind is Kind.A or effects.frees[last][0] > 0
         return True
 
     return effects._replace(may_follow=lambda last, op: all_of_them or may_follow(last, op))
@@ -236,8 +250,19 @@ class TooManyError(Exception):
 @cache
 def _bests(problem: Problem, effects: tuple[Effect, ...], all_of_them: bool) -> tuple[dict[Objective, float], int]:
     """`effects` are those of the table that is in place, by which programs fit."""
+    may = [(s, j) for j in range(problem.microbatches) for s in problem.route(j) if problem.stages[s].can_evict]
+    each = [
+        _bests_where(problem, all_of_them, evicted) for n in range(len(may) + 1) for evicted in combinations(may, n)
+    ]
+    objectives: tuple[Objective, ...] = ("makespan", "span")
+    return {name: min(best[name] for best, _ in each) for name in objectives}, sum(tried for _, tried in each)
+
+
+def _bests_where(
+    problem: Problem, all_of_them: bool, evicted: Collection[tuple[int, int]]
+) -> tuple[dict[Objective, float], int]:
     first = problem.stages[0].device
-    candidates = [programs_of(problem, d, all_of_them) for d in range(len(problem.devices))]
+    candidates = [programs_of(problem, d, all_of_them, evicted) for d in range(len(problem.devices))]
     if problem.routes is None and (problem.fixed_order or not has_lists(problem)):
         # Equal micro-batches may enter the pipeline in order.
         entries = [Op(Kind.F, 0, j) for j in range(problem.microbatches)]

@@ -24,7 +24,7 @@ class Activation:
 
     stage: int
     microbatch: int
-    variant: int  # 0, or 1 + the level by which it is computed again
+    variant: int  # 0, or 1 + the level by which it is computed again, or -1 where it is evicted
     to_leave: int
     sizes: list[int]
     sent: int = 0
@@ -36,6 +36,14 @@ class Activation:
     @property
     def has_parts_to_return(self) -> bool:
         return self.to_leave > 0 and self.back < self.to_leave
+
+    @property
+    def is_again(self) -> bool:
+        return self.variant > 0
+
+    @property
+    def channel(self) -> int:
+        return int(self.variant < 0)
 
     @property
     def has_part_in_host_memory(self) -> bool:
@@ -62,9 +70,11 @@ class Link(Place):
 @dataclass
 class Device(Place):
     stages: list[int] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)  # on the way out and back
+    links: list[list[Link]] = field(default_factory=list)  # by channel, on the way out and back
     room: int = 0
     host_room: int = 0
+    peer: "Device | None" = None
+    wants: list[Link] = field(default_factory=list)  # that may wait for room here, or for what has left
     frees: int = 0  # when the running op ends
     frees_on_host: int = 0
 
@@ -94,17 +104,22 @@ class PlainListScheduler:
             Device(
                 look_at=0.0,
                 stages=np.flatnonzero(figures.device == d).tolist(),
-                links=[self.links[figures.links[way, d]] for way in (OUT, BACK)],
+                links=[[self.links[n] for n in of_channel[:, d] if n != NONE] for of_channel in figures.links],
                 room=room,
                 host_room=host_room,
             )
             for d, (room, host_room) in enumerate(rooms)
         ]
+        for device, peer in zip(self.devices, figures.peer.tolist(), strict=True):
+            device.peer = self.devices[peer] if peer != NONE else None
+            device.wants += [link for of_channel in device.links for link in of_channel]
+            if device.peer and len(device.links) > 1:
+                device.peer.wants += device.links[1]
         # By kind and stage: the micro-batches whose op has not started, in order. By stage: what a forward has saved.
         self.to_start = {(k, s): self.microbatches_of(k, s) for k in (F, B, W, C) for s in range(self.stages)}
         self.saved: list[list[Activation]] = [[] for _ in range(self.stages)]
         self.started: Counter[tuple[int, int]] = Counter()  # by kind and stage
-        self.next_to_return: dict[int, Activation] = {}  # by stage, when its link last looked
+        self.next_to_return: dict[tuple[int, int], Activation] = {}  # by channel and stage, when its link last looked
 
     def activation(self, s: int, j: int) -> Activation:
         passes = self.passes(s, j)
@@ -113,7 +128,7 @@ class PlainListScheduler:
 
     def run(self) -> bool:
         """Returns whether all compute ops have started."""
-        has_relief = any(each.to_leave or each.variant for row in self.activations for each in row)
+        has_relief = any(each.to_leave or each.is_again for row in self.activations for each in row)
         while (place := min((*self.links, *self.devices), key=lambda each: each.look_at)).look_at < inf:
             now = place.look_at
             if isinstance(place, Link):
@@ -127,8 +142,7 @@ class PlainListScheduler:
                 place.host_room += place.frees_on_host
                 place.frees = place.frees_on_host = 0
                 if has_relief:
-                    for link in place.links:
-                        link.look_soon(max(now, link.free_at))
+                    self.look_for_room(place, None, now)
                     continue
             place.look_at = inf
             self.dispatch(place, now)
@@ -136,7 +150,7 @@ class PlainListScheduler:
 
     def microbatches_of(self, k: int, s: int) -> list[int]:
         passing = (j for j in range(self.microbatches) if self.passes(s, j))
-        return [j for j in passing if k != C or self.activations[s][j].variant]
+        return [j for j in passing if k != C or self.activations[s][j].is_again]
 
     def passes(self, s: int, j: int) -> bool:
         return bool(self.place[s, j] != NONE)
@@ -154,13 +168,19 @@ class PlainListScheduler:
     def device_of(self, s: int) -> Device:
         return self.devices[self.figures.device[s]]
 
-    def stages_served(self, link: Link, way: int) -> list[int]:
-        return [s for s in range(self.stages) if self.device_of(s).links[way] is link]
+    def stages_served(self, link: Link, way: int) -> list[tuple[int, int]]:
+        """Channel and stage of each."""
+        return [
+            (channel, s)
+            for s in range(self.stages)
+            for channel, of_channel in enumerate(self.device_of(s).links)
+            if of_channel and of_channel[way] is link
+        ]
 
     def needed_at(self, activation: Activation) -> float:
         s, j = activation.stage, activation.microbatch
         backward = self.begin[j] + float(self.figures.offset_ms[B, s, self.column(j)])
-        return backward - self.ms(C, s, j) if activation.variant else backward
+        return backward - self.ms(C, s, j) if activation.is_again else backward
 
     # Host links.
 
@@ -178,7 +198,12 @@ class PlainListScheduler:
             way, part = OUT, moving.sent
             moving.sent += 1
             moving.complete_at = inf
-            self.device_of(moving.stage).host_room -= moving.sizes[part]
+            device = self.device_of(moving.stage)
+            if moving.channel:
+                assert device.peer
+                device.peer.room -= moving.sizes[part]
+            else:
+                device.host_room -= moving.sizes[part]
         else:
             return
         self.moved[way, moving.stage, moving.microbatch, part] = now
@@ -192,24 +217,35 @@ class PlainListScheduler:
         if way == OUT:
             size = activation.sizes[activation.off_device]
             activation.off_device += 1
-            if device.busy:
-                device.frees += size
-            else:
-                device.room += size
-            back = device.links[BACK]
-            if back is not link:
-                back.look_soon(max(now, back.free_at))
+            self.let_go(device, size, link, now)
+        elif activation.channel:
+            assert device.peer
+            self.let_go(device.peer, activation.sizes[0], link, now)
         if not device.busy:
             device.look_soon(now)
 
+    def let_go(self, device: Device, size: int, link: Link, now: float) -> None:
+        if device.busy:
+            device.frees += size
+        else:
+            device.room += size
+            device.look_soon(now)
+        self.look_for_room(device, link, now)
+
+    def look_for_room(self, device: Device, but: Link | None, now: float) -> None:
+        for link in device.wants:
+            if link is not but:
+                link.look_soon(max(now, link.free_at))
+
     def next_reload(self, link: Link, now: float) -> Activation | None:
         candidates = []
-        for s in self.stages_served(link, BACK):
-            away = next((each for each in self.saved[s] if each.has_parts_to_return), None)
-            self.next_to_return.pop(s, None)
+        for channel, s in self.stages_served(link, BACK):
+            mine = (each for each in self.saved[s] if each.channel == channel)
+            away = next((each for each in mine if each.has_parts_to_return), None)
+            self.next_to_return.pop((channel, s), None)
             if away is None:
                 continue
-            self.next_to_return[s] = away
+            self.next_to_return[channel, s] = away
             if not away.has_part_in_host_memory:
                 continue
             due = self.needed_at(away) - float(self.rules.lead_ms[s])
@@ -221,11 +257,12 @@ class PlainListScheduler:
 
     def next_offload(self, link: Link, now: float) -> Activation | None:
         candidates = []
-        for s in self.stages_served(link, OUT):
-            leaving = self.next_to_leave(s, now)
+        for channel, s in self.stages_served(link, OUT):
+            leaving = self.next_to_leave(channel, s, now)
             if leaving is None or self.forward_end(leaving) > now:
                 continue
-            if leaving.sizes[leaving.sent] <= self.device_of(s).host_room:
+            device, size = self.device_of(s), leaving.sizes[leaving.sent]
+            if size <= (device.peer.room if channel and device.peer else device.host_room):
                 candidates.append(leaving)
         return min(candidates, key=self.forward_end, default=None)
 
@@ -233,14 +270,14 @@ class PlainListScheduler:
         s, j = activation.stage, activation.microbatch
         return float(self.start[F, s, j] + self.ms(F, s, j))
 
-    def next_to_leave(self, s: int, now: float) -> Activation | None:
+    def next_to_leave(self, channel: int, s: int, now: float) -> Activation | None:
         """The oldest activation with a part that is to leave. What would leave in vain stays: where it would not
         be back in time or no forward needs its room, unless an older one needs that to come back."""
         device = self.device_of(s)
         forwards_left = any(self.to_start[F, t] for t in device.stages)
-        older = self.next_to_return.get(s)
+        older = self.next_to_return.get((channel, s))
         for activation in self.saved[s]:
-            if activation.sent >= activation.to_leave:
+            if activation.sent >= activation.to_leave or activation.channel != channel:
                 continue
             to_send, to_fetch = activation.to_leave - activation.sent, activation.to_leave - activation.back
             takes = to_send * self.transfer_ms(OUT, activation) + to_fetch * self.transfer_ms(BACK, activation)
@@ -292,9 +329,9 @@ class PlainListScheduler:
         """For what is to come back or to be computed again next."""
         wanted = []
         for s in device.stages:
-            away = self.next_to_return.get(s)
-            if away and away.has_part_in_host_memory and self.needed_at(away) - self.rules.lead_ms[s] <= now:
-                wanted.append((self.needed_at(away), sum(away.sizes[away.back : away.sent])))
+            for away in filter(None, (self.next_to_return.get((channel, s)) for channel in range(2))):
+                if away.has_part_in_host_memory and self.needed_at(away) - self.rules.lead_ms[s] <= now:
+                    wanted.append((self.needed_at(away), sum(away.sizes[away.back : away.sent])))
             for j in self.to_start[C, s][:1]:
                 if self.ready_at(C, s, j) <= now:
                     wanted.append((self.ready_at(C, s, j), self.takes(C, s, j)))
@@ -313,12 +350,12 @@ class PlainListScheduler:
         device.frees += int(self.figures.frees[activation.variant, k, s, column])
         if k in (F, B):
             self.begin[j] = max(self.begin[j], now - float(self.figures.offset_ms[k, s, column]))
-        if k == F and activation.variant:
+        if k == F and activation.is_again:
             activation.computed_at = inf
         if k in (B, C):
             activation.to_leave = min(activation.to_leave, activation.sent)
         if k == B:
-            device.frees_on_host += sum(activation.sizes[: activation.sent])
+            device.frees_on_host += 0 if activation.channel else sum(activation.sizes[: activation.sent])
             self.ready[W, s, j] = end
         if k == C:
             activation.computed_at = end
@@ -333,7 +370,7 @@ class PlainListScheduler:
         receiver = self.device_of(s)
         moment = end if receiver is sender else end + float(self.figures.message_ms[k, s, self.column(j)])
         self.ready[k, s, j] = moment
-        if k == B and self.activations[s][j].variant:
+        if k == B and self.activations[s][j].is_again:
             moment = max(now, moment - float(self.rules.lead_ms[s]), self.forward_end(self.activations[s][j]))
             self.ready[C, s, j] = moment
         if receiver is not sender:

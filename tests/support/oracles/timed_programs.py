@@ -10,7 +10,7 @@ import numpy as np
 from optpipe import Kind, Op, Problem, Program
 from optpipe.evaluate.jit import compiled
 from optpipe.evaluate.objective import Objective
-from optpipe.model.arrays import Floats, Ints
+from optpipe.model.arrays import Flags, Floats, Ints
 from support.oracles.clock import message_ms, op_ms
 
 Event = tuple[str, int, int, int]  # kind, stage, micro-batch and part
@@ -50,13 +50,19 @@ def steps_of(problem: Problem, device: int, program: Program) -> list[Step]:
         if op.kind in (Kind.O, Kind.R):
             stream = link_stream(problem, device, op)
             waits += [(last[stream], 0.0)] if stream in last and not shared else []
+        elif op.kind in (Kind.E, Kind.L):
+            stream = "to the peer"
+            waits += [(last[stream], 0.0)] if stream in last else []
         else:
             stream = "compute"
         if op.kind is Kind.D:
-            waits.append((("O", s, j, op.part), 0.0))
+            waits.append((("E" if ("E", s, j, 0) in there else "O", s, j, op.part), 0.0))
+        if op.kind in (Kind.E, Kind.V):
+            waits.append((("A" if op.kind is Kind.E else "L", s, j, 0), 0.0))
         sender = route[k - 1] if op.kind is Kind.F and k else None
         if op.kind in (Kind.B, Kind.BW, Kind.C):
-            waits += [(back, 0.0) for part in range(stage.offload_parts) if (back := ("R", s, j, part)) in there]
+            returns = [("L", s, j, 0), *(("R", s, j, part) for part in range(stage.offload_parts))]
+            waits += [(back, 0.0) for back in returns if back in there]
         if op.kind in (Kind.B, Kind.BW):
             sender = route[k + 1] if k + 1 < len(route) else None
         if sender is not None:
@@ -90,6 +96,7 @@ class Tables(NamedTuple):
     ms: Floats  # (P, n) how long each step takes
     waits: Ints  # (P, n, most) the events that each step waits for
     delays: Floats  # (P, n, most) how long after them
+    rooms: Flags  # (P, n) whether it is only room for a peer, which is no part of a span
 
 
 class TimedPrograms:
@@ -105,11 +112,13 @@ class TimedPrograms:
         self._numbers = {event: n for n, event in enumerate({step.event: None for row in rows for step in row})}
         shape = len(rows), max(map(len, rows), default=0)
         self._tables = tables = Tables(
-            np.full(shape, -1), np.zeros(shape), np.full((*shape, MOST_WAITS), -1), np.zeros((*shape, MOST_WAITS))
+            *(np.full(shape, -1), np.zeros(shape), np.full((*shape, MOST_WAITS), -1), np.zeros((*shape, MOST_WAITS))),
+            rooms=np.zeros(shape, np.bool_),
         )
         for r, row in enumerate(rows):
             for i, step in enumerate(row):
                 tables.events[r, i], tables.ms[r, i] = self._numbers[step.event], step.ms
+                tables.rooms[r, i] = step.event[0] in "AV"
                 for w, (event, delay) in enumerate(step.waits):
                     # An event that no program has is waited for without end.
                     tables.waits[r, i, w] = self._numbers.get(event, len(self._numbers))
@@ -156,7 +165,8 @@ def measure(tables: Tables, rows: Ints, before: Ints, ends: Floats, lengths: Flo
                 if begin == np.inf:
                     break
                 ends[event] = begin + tables.ms[row, i]
-                begins[d], lasts[d] = min(begins[d], begin), max(lasts[d], ends[event])
+                if not tables.rooms[row, i]:
+                    begins[d], lasts[d] = min(begins[d], begin), max(lasts[d], ends[event])
                 place[d] += 1
                 moved = True
     for d in range(devices):

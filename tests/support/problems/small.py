@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from optpipe.model.problem import Problem
-from optpipe.model.records import each_microbatch
+from optpipe.model.records import EVICTION, each_microbatch
 from support.oracles.enumeration import problem_of, stage
 from support.problems.strategies import differing, problems
 
@@ -88,6 +88,26 @@ def slow_one_way(draw: st.DrawFn) -> Problem:
     plain = stage(1, (draw(quick), draw(quick), 0), 1)
     duplex = draw(st.sampled_from(("half_duplex", "full_duplex")))
     return problem_of([held, plain], [size + draw(st.integers(0, 1)), 2], 2, float(draw(far)), transfer_mode=duplex)
+
+
+@st.composite
+def evicting_and_tiny(draw: st.DrawFn) -> Problem:
+    """Two devices of which the first or the second may evict to the other, which has room for that or not."""
+    ms, stages, moves, memory = st.integers(0, 4), [], [], []
+    evicting = draw(st.permutations((True, False)))
+    for d, evicts in enumerate(evicting):
+        size = draw(st.integers(1, 3))
+        stages.append(
+            stage(d, (draw(ms), draw(ms), draw(st.integers(0, 2))), size, draw(st.sampled_from((0, 1, size))))
+        )
+        move = float(draw(st.integers(0, 3))), float(draw(st.integers(0, 3))), draw(st.integers(1, size))
+        moves.append(dict(zip(EVICTION, move, strict=True)) if evicts else {})
+        memory.append(size + draw(st.integers(0, 3)))
+    problem = problem_of(stages, memory, 2, draw(st.sampled_from((0.0, 1.0, 3.0))))
+    return problem.replace(
+        devices=[each.model_copy(update={"peer": 1 - d}) for d, each in enumerate(problem.devices)],
+        stages=[each.model_copy(update=move) for each, move in zip(problem.stages, moves, strict=True)],
+    )
 
 
 @st.composite
