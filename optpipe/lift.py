@@ -245,11 +245,6 @@ def prune(schedule: Schedule) -> Schedule:
     return schedule.with_tables(useful) if useless.any() else schedule
 
 
-def without_host_updates(schedule: Schedule) -> Schedule:
-    """The same schedule without the ops G, U and P."""
-    return schedule.with_tables(lambda table: table[~of_kinds(table, *OPTIMIZER)])
-
-
 def with_host_updates(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
     """The same schedule with the optimizers of some stages on the host (Chronos-Offload, Lin et al. 2025, section 5).
 
@@ -258,19 +253,11 @@ def with_host_updates(schedule: Schedule, stages: Iterable[int] | None = None) -
     end. A P that finds none before its stage's first F comes right before it, and may delay it. All other ops keep
     their order; activation memory is no more than before.
 
-    Parameters
-    ----------
-    stages
-        By default all with `update_ms`. Other G, U and P of the schedule are removed.
-
-    Raises
-    ------
-    InputError
-        If one of the stages has no `update_ms`.
-    ScheduleError
-        If the schedule cannot run.
+    `stages` are by default all with `update_ms`; G, U and P of others are removed. Raises InputError if one of them has
+    no `update_ms`, ScheduleError if the schedule cannot run.
     """
-    problem, schedule = schedule.problem, without_host_updates(schedule)
+    problem = schedule.problem
+    schedule = schedule.with_tables(lambda table: table[~of_kinds(table, *OPTIMIZER)])
     costs, compiled, timeline = problem.costs, schedule.compiled, schedule.timeline
     chosen = sorted(set(np.flatnonzero(costs.can_update).tolist() if stages is None else stages))
     for s in chosen:

@@ -9,7 +9,7 @@ from support.problems import parsed, pipeline, stage
 from support.problems.strategies import problems_with_schedules
 
 from optpipe import InputError, Kind, Schedule, certify, check
-from optpipe.lift import with_host_updates, without_host_updates
+from optpipe.lift import with_host_updates
 from optpipe.model.ops import OPTIMIZER, TRANSFERS
 from optpipe.model.program import of_kinds
 
@@ -24,9 +24,11 @@ def starts(schedule: Schedule) -> dict[tuple[Any, ...], float]:
 @given(problems_with_schedules(beyond=True))
 def test_any_schedule_takes_them_and_keeps_its_order(case):
     problem, schedule = case
-    plain, placed = without_host_updates(schedule), with_host_updates(schedule)
+    plain = schedule.with_tables(lambda table: table[~of_kinds(table, *OPTIMIZER)])
+    placed = with_host_updates(schedule)
     assert check(problem, placed) == []
     assert with_host_updates(placed) == placed
+    assert starts(with_host_updates(schedule, ())) == starts(plain)
     updated = {s for s in range(len(problem.stages)) if problem.stages[s].can_update}
     for kind in OPTIMIZER:
         assert {op.stage for program in placed.programs for op in program.ops() if op.kind is kind} == updated

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.problems.units import peaks, units
+from support.problems import with_budgets
+from support.problems.units import ACTIVATION, peaks, units
 
 from optpipe import InputError, Kind, Problem, Schedule, check
-from optpipe.model.program import KIND, PART, STAGE
+from optpipe.lift import with_host_updates
+from optpipe.model.ops import COMPUTE
+from optpipe.model.program import KIND, PART, STAGE, Program, of_kinds
+from optpipe_solver import heuristics
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.chronos import (
     bubble_share,
@@ -307,3 +311,42 @@ def test_programs_as_in_the_figure():
         ["2P0", "0F0", "2F0", "2BW0", "2G0", "2U0", "0BW0"],
         ["3P0", "1F0", "3F0", "3BW0", "3G0", "3U0", "1BW0"],
     ]
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("v", [2, 3])
+@pytest.mark.parametrize("k", [1 / 2, 3 / 2, 3])
+def test_activations_leave_beside_host_optimizers(p, v, k):
+    """Section 5.2: compatible with activation offload. A copy of k forwards and one back of as many make nothing wait,
+    nor do the optimizers. On a fast link all but the activation in use and one on its way is on the host; where one
+    chunk leaves, it is chunk 1, and chunk 2 holds what the paper says."""
+    problem = units(p, 4 * p, v=v, offload=(k, k, ACTIVATION), update=(1, 1, 1))
+    plain = generate("chronos", problem)
+    for leaving in range(1, v + 1):
+        alone, both = (generate(f"{name}:leaving={leaving}", problem) for name in ("chronos", "chronos-offload"))
+        for schedule in (alone, both):
+            assert check(problem, schedule) == []
+            assert schedule.makespan_ms == plain.makespan_ms
+            assert without_transfers(schedule) == plain.programs
+        assert overlap(both) == 1.0
+        assert peaks(both) == peaks(alone) <= peaks(plain)
+        if (v, k) == (2, 1 / 2):
+            assert max(peaks(both)) == (2 if leaving == v else 1 + ceil(Fraction(3 * p - 2, 6)))
+
+
+def without_transfers(schedule: Schedule) -> tuple[Program, ...]:
+    return tuple(Program(program.table[of_kinds(program.table, *COMPUTE)]) for program in schedule.programs)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "adaoffload"])
+def test_what_a_search_finds_takes_host_optimizers(method):
+    """The list scheduler places G, U and P in it: valid, and as long as what does not hide makes it."""
+    problem = with_budgets(units(4, 8, offload=(1, 1, ACTIVATION), update=(1, 2, 1)), 3 * ACTIVATION)
+    if method == "1f1b":
+        problem = with_budgets(problem, 4 * ACTIVATION)
+    schedule = generate(method, problem) if method == "1f1b" else heuristics.generate(method, problem)
+    placed = with_host_updates(schedule)
+    assert check(problem, placed) == []
+    # The first stage's parameters are used at once, and its gradients are the last.
+    assert placed.makespan_ms == pytest.approx(schedule.makespan_ms + 1 + 1 + 2)
+    assert without_transfers(placed) == without_transfers(schedule)

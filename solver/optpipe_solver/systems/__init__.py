@@ -48,6 +48,7 @@ SYSTEMS: dict[str, System] = {
 CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by devices and chunks a device
     "gis": ("leaving", lambda _, v: range(1, v + 1)),
     "interleaved-recompute": ("recomputed", lambda _, v: range(1, v)),
+    "chronos": ("leaving", lambda _, v: range(1, v + 1)),
     "chronos-recomp": ("recomputed", lambda _, v: range(1, v + 1)),
     "chronos-zero2": ("group", lambda p, _: range(2, p + 1)),
     "1f1b-recompute": ("every", lambda p, _: range(1, p + 1)),

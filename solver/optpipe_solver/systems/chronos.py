@@ -18,12 +18,13 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import reaches
-from optpipe.lift import with_host_updates, without_host_updates
+from optpipe.lift import with_host_updates
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, repeat, slots
+from optpipe_solver.systems.pipeoffload import with_offloads
 from optpipe_solver.systems.system import (
     by_slot,
     count_chunks,
@@ -37,14 +38,16 @@ F, BW = 1, 2  # units that each lasts
 
 
 @published("chronos", "Lin et al. 2025 (Chronos-Pipe), section 4.1", least=2, most=None, chunks=2)
-def chronos(problem: Problem) -> Schedule:
+def chronos(problem: Problem, leaving: int = 0) -> Schedule:
     """Chronos-Pipe (section 4.1): each chunk is launched in the first free beat after the chunk before it.
 
     3v(m+p-1) units for any p, m and v, which are 1F1B's. Device s holds N - s chunk activations: N = p + sum c (d_c +
     e_c) / v over c < v, where d_c beats lie between the forwards of chunks c and c + 1 and e_c between their backwards.
     For v = 2 that is N = p + 1 + ceil((p-3)/6) + ceil((2p-3)/6); at large p it is (v+1)/(2v) of M, 1F1B's v p, so 75 %.
+
+    `leaving` stages a device are offloaded, those whose activations live longest, as PipeOffload does (section 5.2).
     """
-    return _pipe(problem, group=1)
+    return with_offloads(_pipe(problem, group=1), leaving)
 
 
 @published("chronos-recomp", "Lin et al. 2025, section 4.2", least=2, most=None, chunks=2)
@@ -133,20 +136,18 @@ def _block(p: int, there: Sequence[int], back: Sequence[int], beats: _Beats) -> 
 
 
 @published("chronos-offload", "Lin et al. 2025, section 5.1", least=2, most=None, chunks=2)
-def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
+def chronos_offload(problem: Problem, chunks: int = 1, leaving: int = 0) -> Schedule:
     """Chronos-Offload (section 5.1): Chronos-Pipe with the optimizers of the `chunks` deepest chunks on the host.
 
     Their weights get gradients first and are used last: these leave, are applied and come back as parameters while
-    the other chunks drain this iteration's pipeline and fill the next one's.
-    Parameters come in first, in the order of the stages; gradients go out after a stage's last backward, and the
-    update follows. For v = 2 and stages alike parameters may take p forwards of a chunk, gradients and update p of its
-    backwards (Eq. 5 and 7 allow less); what they take beyond that makes the iteration longer. What is saved, two thirds
-    of these chunks' model state, is no activation.
+    the other chunks drain this iteration's pipeline and fill the next one's. For v = 2 and stages alike parameters may
+    take p forwards of a chunk, gradients and update p of its backwards (Eq. 5 and 7 allow less); what they take beyond
+    that makes the iteration longer. What is saved, two thirds of these chunks' model state, is no activation.
     """
     devices, v = count_devices(problem), count_chunks(problem)
     if not 1 <= chunks < v:
         raise InputError(f"chunks = {chunks}: expected 1 to {v - 1}, the shallowest chunk of a device is updated there")
-    return with_host_updates(chronos(problem), range((v - chunks) * devices, v * devices))
+    return with_host_updates(chronos(problem, leaving), range((v - chunks) * devices, v * devices))
 
 
 def units_with_messages(devices: int, microbatches: int, message: float, chunks: int = 2) -> float:
@@ -209,4 +210,4 @@ def overlap(schedule: Schedule) -> float:
     longest = lasts[[Kind.G, Kind.U]].sum(axis=0).max() + lasts[Kind.P].max()
     if not longest:
         raise InputError("programs: no optimizer runs on the host (G, U, P), or none takes any time")
-    return float(1 - (schedule.makespan_ms - without_host_updates(schedule).makespan_ms) / longest)
+    return float(1 - (schedule.makespan_ms - with_host_updates(schedule, ()).makespan_ms) / longest)

@@ -19,7 +19,7 @@ from optpipe.evaluate.objective import TOLERANCE
 from optpipe.lift import lift_table
 from optpipe.model.arrays import Floats, Table
 from optpipe.model.costs import FORWARDS, GRADIENTS
-from optpipe.model.ops import Kind, Op
+from optpipe.model.ops import BACKWARD, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
@@ -70,8 +70,6 @@ def _in_groups(problem: Problem, g: int, leaving: int) -> Schedule:
     d, v, m = count_devices(problem), count_chunks(problem), problem.microbatches
     if not ceil(d / 2) <= g <= d:
         raise InputError(f"group = {g}: gis on {d} devices takes {ceil(d / 2)} to {d}")
-    if leaving > (most := v if problem.costs.can_offload.any() else 0):
-        raise InputError(f"leaving = {leaving}: expected 0 to {most}, the stages of a device with offload_ms")
     groups = [range(first, first + g) for first in range(0, m, g)]  # the last one may have more than there are
     there, back = visits(groups, range(v)), visits(groups, range(v)[::-1])
     lists: list[list[Op]] = [[] for _ in problem.devices]
@@ -80,11 +78,21 @@ def _in_groups(problem: Problem, g: int, leaving: int) -> Schedule:
         backwards = [[Op(kind, c * d + i, j) for kind in (Kind.B, Kind.W)] for c, j in back]
         ops = warmed_up(forwards, backwards, g * (v - 1) + d - i - 1)
         lists[problem.stages[i].device] = [op for op in ops if op.microbatch < m]
-    schedule = in_order(problem, lists)
+    return with_offloads(in_order(problem, lists), leaving)
+
+
+def with_offloads(schedule: Schedule, leaving: int) -> Schedule:
+    """Offload the `leaving` stages a device whose activations live longest (section 2); nothing waits for that.
+
+    Raises InputError if devices have fewer stages, or none that can.
+    """
+    problem = schedule.problem
     if not leaving:
         return schedule
+    if leaving > (most := count_chunks(problem) if problem.costs.can_offload.any() else 0):
+        raise InputError(f"leaving = {leaving}: expected 0 to {most}, the stages of a device with offload_ms")
     timeline, at, (f, b, w) = schedule.timeline, schedule.compiled.index.rows_of, _longest(problem)
-    lives = timeline.end[at(Kind.F)], timeline.start[at(Kind.B)]
+    lives = timeline.end[at(Kind.F)], timeline.start[at(*BACKWARD)]
     return _offloaded(problem, timeline.table, timeline.start, lives, leaving, f or b + w)
 
 
