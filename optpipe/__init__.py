@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from optpipe.measured.convert import problem_from
     from optpipe.measured.estimate import Measurements
     from optpipe.model.ops import Kind, Op, Pair
-    from optpipe.model.problem import Problem, estimated_offload_ratio, offload_ratio
+    from optpipe.model.problem import Problem, offload_ratio
     from optpipe.model.program import Program
     from optpipe.model.records import Device, Stage
     from optpipe.results import Result
@@ -44,7 +44,7 @@ _NAMES = {
     "measured.convert": "problem_from",
     "measured.estimate": "Measurements",
     "model.ops": "Kind Op Pair",
-    "model.problem": "Problem estimated_offload_ratio offload_ratio",
+    "model.problem": "Problem offload_ratio",
     "model.program": "Program",
     "model.records": "Device Stage",
     "results": "Result",
@@ -55,9 +55,9 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 __all__ = [
     "Certificate", "Comparison", "DeadlockError", "Device", "InputError", "Kind", "Measurements", "Op",
     "OptPipeError", "Pair", "Problem", "Program", "Result", "Schedule", "ScheduleError", "ScheduleFile",
-    "SolverError", "Stage", "Timeline", "as_torch_holds", "certify", "check", "compare", "estimated_offload_ratio",
-    "export_schedule", "import_schedule", "improve", "leave_out_offload", "offload_ratio", "plot", "problem_from",
-    "simulate", "solve", "whole_backwards", "with_host_updates",
+    "SolverError", "Stage", "Timeline", "as_torch_holds", "certify", "check", "compare", "export_schedule",
+    "import_schedule", "improve", "leave_out_offload", "offload_ratio", "plot", "problem_from", "simulate", "solve",
+    "whole_backwards", "with_host_updates",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

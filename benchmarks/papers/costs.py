@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.papers.checks import Check, table
 from benchmarks.problems import GB
-from optpipe.model.problem import estimated_offload_ratio
 from optpipe.model.records import one_for_all
 from optpipe.schedule import certify
 from optpipe.transformer.estimate import Estimate, estimate
@@ -118,6 +117,28 @@ def offload_ratios() -> Iterator[Check]:
             what = f"k of a layer, h {hidden}, s {sequence}"
             note = "flash attention's backward computes the scores again"
             yield Check("PipeOffload, Eq. 1", what, "", round(published, 4), ours, note)
+
+
+def estimated_offload_ratio(hidden: float, sequence: float, flops: float, bytes_per_s: float) -> float:
+    """k of a transformer layer before there is any measurement (Eq. 1): 10 / (3(6h + s)) · Bc / Bo.
+
+    Of an activation 20·b·s·h bytes are offloaded; what is cheap to compute again is not. There and back they take
+    40·b·s·h / Bo, and F, B and W take 12·b·s·h(6h + s) / Bc.
+
+    The paper says that k ≤ 1 beyond a hidden size of 8k or a sequence of 16k. The second half is loose: with its
+    220 TFLOP/s and 15 GB/s k is 0.974 at hidden 8192 and sequence 1024, but 1.194 at hidden 4096 and sequence 16384,
+    where it takes a sequence of 24,313.
+
+    Parameters
+    ----------
+    hidden, sequence
+        The layer's sizes h and s.
+    flops
+        Bc, the computing speed reached, in operations per second.
+    bytes_per_s
+        Bo, the link's bandwidth with both directions busy.
+    """
+    return 10 / (3 * (6 * hidden + sequence)) * flops / bytes_per_s
 
 
 def zero_bubble() -> Iterator[Check]:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from benchmarks.papers.calibration import most_held
 from benchmarks.papers.checks import Check, table
-from benchmarks.papers.costs import estimated
+from benchmarks.papers.costs import estimated, estimated_offload_ratio
 from benchmarks.problems import GB, pipeline, stage_costs
 from benchmarks.tables import head, line
 from optpipe.model.ops import Kind
-from optpipe.model.problem import Problem, estimated_offload_ratio
+from optpipe.model.problem import Problem
 from optpipe.model.records import COMPUTE_MS, one_for_all
 from optpipe.transformer.estimate import Estimate
 from optpipe.transformer.presets import MODELS

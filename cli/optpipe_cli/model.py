@@ -122,6 +122,7 @@ def lines(estimate: Estimate) -> Iterator[str]:
             f"{saved[s, 0] / GB:15.3f}{waiting[s, 0] / GB:12.3f}{k or 0.0:7.2f}"
         )
     yield f"a message between stages takes {problem.p2p_ms:.3f} ms"
+    yield f"where PCIe carries messages, too, all copies take up to {estimate.messages_beside_copies:.1%} longer"
     if ratios := [k for k in offload_ratio(problem) if k is not None]:
         most = max(ratios)
         share = "everything" if most <= 1 else f"{1 / most:.0%} of the activations of the stage with this k"
@@ -164,6 +165,7 @@ def figures(estimate: Estimate) -> dict[str, Any]:
         "parameters": estimate.parameters,
         "mfu_without_waiting": estimate.utilization,
         "devices": [vars(memory) for memory in estimate.devices],
+        "messages_beside_copies": estimate.messages_beside_copies,
         "k": [k or 0.0 for k in offload_ratio(estimate.problem)],
         "problem": estimate.problem.to_dict(),
     }

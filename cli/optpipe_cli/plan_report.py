@@ -10,7 +10,7 @@ from typing import Any
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.files import write_file
 from optpipe.formats import export_schedule
-from optpipe.model.placement import counts_text
+from optpipe.model.placement import counts_text, devices_in_order
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
 from optpipe.transformer.calibrate import UNEXPLAINED
@@ -118,6 +118,8 @@ def _best(plan: Plan) -> Iterator[str]:
     more = sum(share > plan.gap for share in others)
     yield f"run   {best}"
     yield f"      {schedule.method}, {_layers(best)}"
+    if (order := devices_in_order(schedule.problem)) != sorted(order):
+        yield f"      on devices {' '.join(map(str, order))} in this order: each stage shares a node with its peer"
     yield (
         f"step  {best.iteration_ms / S:.4g} s, {_tokens_per_s(best):,.0f} tokens/s, predicted MFU "
         f"{best.estimate.utilization_in(best.iteration_ms):.1%}, bubble {schedule.timeline.bubble:.1%}"
@@ -131,7 +133,7 @@ def _best(plan: Plan) -> Iterator[str]:
 def _memory(question: Question, best: Candidate) -> Iterator[str]:
     """What each device holds, what stays free, and whether that fits."""
     estimate, schedule = best.estimate, _schedule(best)
-    peaks = schedule.compiled.certificate.device
+    peaks = best.peaks(schedule)
     held = [
         (memory.weights, memory.gradients, memory.optimizer, memory.workspace, memory.reserved, peak.bytes, used)
         for memory, peak, used in zip(estimate.devices, peaks, best.used_bytes(schedule), strict=True)

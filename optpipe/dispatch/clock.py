@@ -46,7 +46,7 @@ def list_all(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
         if state.running[d]:
             state.running[d] = False
             state.held[d] -= state.frees[d]
-            state.hosted[d] -= state.frees_on_host[d]
+            state.pinned[d] += state.frees_on_host[d]
             state.frees[d] = 0
             state.frees_on_host[d] = 0
             if has_relief:  # reloads come before forwards: links are looked at first, then this device again
@@ -93,8 +93,10 @@ def _reset(figures: Figures, rules: Rules, state: State) -> tuple[int, bool]:
         numbers[:] = 0
     state.next_to_leave[:] = 0
     state.next_to_return[:] = 0
-    for nbytes in (state.held, state.hosted, state.frees, state.frees_on_host):
+    for nbytes in (state.held, state.pinned, state.frees, state.frees_on_host):
         nbytes[:] = 0
+    for d in range(len(figures.node)):
+        state.unpinned[figures.node[d]] = figures.host_memory[d]
     state.running[:] = False
     state.carried[:] = NONE
     state.look_at[: len(figures.stages_on_link)] = np.inf
@@ -328,7 +330,9 @@ def _serve_link(figures: Figures, rules: Rules, state: State, link: int, now: fl
         if channel == PEER:
             state.held[figures.peer[d]] += size
         else:
-            state.hosted[d] += size
+            more = max(0, size - state.pinned[d])
+            state.pinned[d] -= size - more
+            state.unpinned[figures.node[d]] -= more
     state.moved[way, s, j, part] = now
     state.carried[link, WAY], state.carried[link, STAGE], state.carried[link, MICROBATCH] = way, s, j
     state.link_free_at[link] = end
@@ -412,7 +416,7 @@ def _choose_offload(figures: Figures, state: State, link: int, channel: int, now
         if channel == PEER:
             fits = state.held[figures.peer[d]] + size <= figures.memory[figures.peer[d]]
         else:
-            fits = state.hosted[d] + size <= figures.host_memory[d]
+            fits = size <= state.pinned[d] + state.unpinned[figures.node[d]]
         if fits and forward_end < oldest:
             chosen, oldest = s, forward_end
     return chosen

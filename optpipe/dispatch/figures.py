@@ -46,7 +46,8 @@ class Figures(NamedTuple):
     takes: Ints  # (V, 4, S, classes) bytes of each compute op, when it starts
     frees: Ints  # (V, 4, S, classes) when it ends
     memory: Ints  # (D,) bytes
-    host_memory: Ints  # (D,) bytes
+    node: Ints  # (D,) number of the node whose host memory each device uses
+    host_memory: Ints  # (D,) bytes of that node
     part_bytes: Ints  # (V, S, parts, classes) of each part of an activation, or of its checkpoint; of what is evicted
     links: Ints  # (C, 2, D) the link that carries what leaves each device by a channel, and what comes back, or NONE
     channel: Ints  # (links,) of each link
@@ -100,6 +101,7 @@ class Figures(NamedTuple):
                 takes=takes,
                 frees=frees,
                 memory=costs.activation_budget,
+                node=costs.node,
                 host_memory=costs.host_memory,
                 part_bytes=part_bytes,
                 links=links,
@@ -161,7 +163,8 @@ class State(NamedTuple):
     forwards_left: Ints  # (D,) forwards that have not started
     work_left: Floats  # (D,) how long the F, B and W take that have not started
     held: Ints  # (D,) bytes on each device
-    hosted: Ints  # (D,) bytes of each device in host memory
+    pinned: Ints  # (D,) bytes of host memory that each device had in use before and can use again
+    unpinned: Ints  # (D,) by node: bytes of host memory that none of its devices has used
     frees: Ints  # (D,) bytes that go when the running op ends: its own, and of parts that have left meanwhile
     frees_on_host: Ints  # (D,) likewise
     running: Flags  # (D,) whether an op runs
@@ -199,7 +202,8 @@ def new_state(figures: Figures, microbatches: int) -> State:
         forwards_left=ints(devices),
         work_left=np.zeros(devices),
         held=ints(devices),
-        hosted=ints(devices),
+        pinned=ints(devices),
+        unpinned=ints(devices),
         frees=ints(devices),
         frees_on_host=ints(devices),
         running=np.zeros(devices, dtype=np.bool_),

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.evaluate.rows import Index, Rows
-from optpipe.model.arrays import NONE, Ints
-from optpipe.model.costs import stored_width
+from optpipe.model.arrays import NONE, UNLIMITED, Ints
+from optpipe.model.costs import by_node, stored_width
 from optpipe.model.ops import KINDS, ActivationSizes, Kind, nothing
 from optpipe.model.problem import Problem
 from optpipe.text import distinct_sizes
@@ -185,7 +185,8 @@ class Certificate:
     device
         By device: the peak of its memory.
     host
-        By device: that of the pinned host memory that it uses.
+        By device: that of the pinned host memory that it uses. Its limit is what the peaks of the other devices of its
+        node leave: pinned memory stays with its device.
     """
 
     device: tuple[Peak, ...]
@@ -202,10 +203,13 @@ class Certificate:
             row = begin + int(np.argmax(during[begin:end]))
             return Peak(int(during[row]), str(rows.op(row)), limit)
 
-        devices = list(enumerate(problem.devices))
+        costs, devices = problem.costs, range(len(problem.devices))
+        pinned = np.array([peak(held.on_host, d, None).bytes for d in devices])
+        left = np.maximum(0, costs.host_memory - by_node(costs.node, pinned) + pinned)
+        hosts = zip(costs.host_memory.tolist(), left.tolist(), strict=True)
         return cls(
-            tuple(peak(held.during, d, device.activation_budget_bytes) for d, device in devices),
-            tuple(peak(held.on_host, d, device.host_memory_bytes) for d, device in devices),
+            tuple(peak(held.during, d, problem.devices[d].activation_budget_bytes) for d in devices),
+            tuple(peak(held.on_host, d, limit if of < UNLIMITED else None) for d, (of, limit) in enumerate(hosts)),
         )
 
     @property

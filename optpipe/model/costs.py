@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from optpipe.model.ops import IN_PARTS, KINDS, Kind
 from optpipe.model.records import Device, EachMs, Message, Stage
 
 FORWARDS, GRADIENTS = range(2)  # rows of `Costs.message_ms`
+AMPLE = 2**50  # bytes of host memory, which never run out
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +80,8 @@ class Costs:
     before: Ints  # (routes, S) the stage before on the route, `NONE` for the first, `OFF_ROUTE` if it is not on it
     after: Ints  # (routes, S) the stage after, likewise
     activation_budget: Ints  # (D,) bytes
-    host_memory: Ints  # (D,) bytes, `UNLIMITED` where nothing limits it
+    node: Ints  # (D,) number of the node whose host memory each device uses
+    host_memory: Ints  # (D,) bytes of that node, `UNLIMITED` where nothing limits it
     link: Ints  # (D,) number of the link that each device uses
     peer: Ints  # (D,) the device to which each may evict, or `NONE`
 
@@ -100,8 +102,9 @@ class Costs:
             before[r, route] = (NONE, *route[:-1])
             after[r, route] = (*route[1:], NONE)
         route_of = np.array(microbatch_routes)
-        names = [device.link or f"\0{d}" for d, device in enumerate(devices)]  # \0: a link of one's own
-        number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        node = _numbers(device.node for device in devices)
+        shares = (device.host_memory_bytes for device in devices)
+        hosts = by_node(node, [AMPLE if share is None else min(share, AMPLE) for share in shares])
         device_of = np.array([stage.device for stage in stages])
 
         def nbytes(field: str) -> Ints:
@@ -130,8 +133,9 @@ class Costs:
             before=before,
             after=after,
             activation_budget=np.array([device.activation_budget_bytes for device in devices]),
-            host_memory=np.array([UNLIMITED if d.host_memory_bytes is None else d.host_memory_bytes for d in devices]),
-            link=np.array([number[name] for name in names]),
+            node=node,
+            host_memory=np.where(hosts < AMPLE, hosts, UNLIMITED),
+            link=_numbers(device.link for device in devices),
             peer=np.array([NONE if device.peer is None else device.peer for device in devices]),
         )
 
@@ -168,6 +172,15 @@ class Costs:
             total = np.where(np.greater_equal(level, 0), self.levels.offload[level, stage, microbatch], total)
         upto: Ints = total * (part + 1) // n
         return upto - total * part // n
+
+    @property
+    def host_is_scarce(self) -> Flags:
+        """(D,) whether the host memory of each device's node cannot hold all that could be offloaded at once."""
+        hosted, passes = np.max([self.offload, *self.levels.offload], axis=0), self.before[self.route].T != OFF_ROUTE
+        most = np.zeros(len(self.node), np.int64)
+        np.add.at(most, self.device, (hosted * passes).sum(axis=1))
+        scarce: Flags = by_node(self.node, most) > self.host_memory
+        return scarce
 
     @cached_property
     def class_of(self) -> Ints:
@@ -217,6 +230,20 @@ def _by_microbatch(figures: Sequence[Any], microbatches: int, dtype: Any) -> Any
     for row, figure in zip(array, figures, strict=True):
         row[:] = figure or 0
     return np.broadcast_to(array, (len(figures), microbatches))
+
+
+def _numbers(names: Iterable[str | None]) -> Ints:
+    """(D,) a number for each name, and one for each device without."""
+    own = [name or f"\0{d}" for d, name in enumerate(names)]
+    number = {name: i for i, name in enumerate(dict.fromkeys(own))}
+    return np.array([number[name] for name in own])
+
+
+def by_node(node: Ints, figures: Sequence[int] | Ints) -> Ints:
+    """(D,) the sum of figures (D,) over all devices of each one's node."""
+    sums = np.zeros(len(node), np.int64)
+    np.add.at(sums, node, figures)
+    return sums[node]
 
 
 def _durations_ms(stages: Sequence[Stage], parts: Ints, microbatches: int) -> Floats:

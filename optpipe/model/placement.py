@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from optpipe.model.records import (
     Document,
     EachBytes,
     EachMs,
+    Index,
     Items,
     StageCosts,
     each_microbatch,
@@ -47,6 +48,9 @@ class Placement(Document):
 
     If the problem has `layers`, `layers` here says how many of them each stage gets, in order; of a bidirectional
     pipeline, the stages of one route.
+
+    `devices` is the order in which a chunk passes them, if another than that of the given stages (`folded` has one). A
+    stage takes budget and peer along, as GPUs are taken to be alike; links, nodes, host memory and messages stay.
     """
 
     WHAT = "placement"
@@ -54,6 +58,7 @@ class Placement(Document):
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)]
     shape: Shape = "looped"
     layers: Annotated[Items[Count], Field(min_length=1, max_length=4096)] | None = None
+    devices: Annotated[Items[Index], Field(min_length=1, max_length=4096)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -82,7 +87,8 @@ class Placement(Document):
         """Text such as `2 chunks a device, V-shaped, layers 3 4 4 5`."""
         shape = f", {NAMES[self.shape]}" if self.chunks > 1 or WAYS[self.shape] > 1 else ""
         layers = f", layers {counts_text(self.layers)}" if self.layers else ""
-        return f"{self.chunks} chunk{'s' * (self.chunks > 1)} a device{shape}{layers}"
+        devices = f", on devices {' '.join(map(str, self.devices))} in this order" if self.devices else ""
+        return f"{self.chunks} chunk{'s' * (self.chunks > 1)} a device{shape}{layers}{devices}"
 
     def order(self, problem: Problem) -> list[int]:
         """The device of each new stage. The problem's own stages give the order of the devices."""
@@ -99,6 +105,8 @@ class Placement(Document):
 
         Raises InputError if the problem has several routes, or if `layers` does not fit its layers.
         """
+        if self.devices is not None:
+            problem = on_devices(problem, self.devices)
         route, order, ways = _only_route(problem), self.order(problem), WAYS[self.shape]
         row = order[: len(order) // ways]
         if problem.layers is None:
@@ -137,6 +145,40 @@ class Placement(Document):
         if sum(self.layers) != there:
             raise InputError(f"placement.layers add up to {sum(self.layers)}: the problem has {there} layers")
         return self.layers
+
+
+def on_devices(problem: Problem, order: Sequence[int]) -> Problem:
+    """The problem with its stages on these devices in this order. Raises InputError if they are on others, or there are
+    several routes."""
+    before = devices_in_order(problem)
+    if sorted(order) != sorted(before):
+        raise InputError(f"placement.devices = {list(order)}: the stages are on devices {sorted(before)}")
+    to: dict[int | None, int] = dict(zip(before, order, strict=True))
+    devices = list(problem.devices)
+    for d, new in zip(before, order, strict=True):
+        moved = problem.devices[d]
+        update = {"activation_budget_bytes": moved.activation_budget_bytes, "peer": to.get(moved.peer, moved.peer)}
+        devices[new] = problem.devices[new].model_copy(update=update)
+    stages = [stage.model_copy(update={"device": to[stage.device]}) for stage in problem.stages]
+    return problem.replace(devices=devices, stages=stages)
+
+
+def devices_in_order(problem: Problem) -> list[int]:
+    """The devices in the order in which stages pass them. Raises InputError if the problem has several routes."""
+    return list(dict.fromkeys(problem.stages[s].device for s in _only_route(problem)))
+
+
+def folded(nodes: Sequence[str | int]) -> list[int]:
+    """The order of devices, given the node of each, in which the first and the last stages share nodes, such as 0 to 3
+    and 12 to 15 of 16 (PipeOffload, Wan et al. 2025, appendix C, "Enhanced Node Assignment"), and pairs of BPipe. What
+    falls evenly along a pipeline then has equal sums in nodes of an even number of devices."""
+    last, order = len(nodes) - 1, [0] * len(nodes)
+    from_both_ends = iter(sorted(range(len(nodes)), key=lambda place: min(place, last - place)))
+    for node in dict.fromkeys(nodes):
+        devices = [d for d, other in enumerate(nodes) if other == node]
+        for place, d in zip(sorted(islice(from_both_ends, len(devices))), devices, strict=True):
+            order[place] = d
+    return order
 
 
 def rechunk(problem: Problem, chunks: int, shape: Shape = "looped") -> Problem:

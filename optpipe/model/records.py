@@ -106,12 +106,15 @@ class Device(Record):
         Its share of pinned host memory. None: no limit.
     peer
         The device to which it may evict activations, or None.
+    node
+        Its machine. Devices with the same name here share host memory: their peaks add up to no more than their shares.
     """
 
     activation_budget_bytes: Bytes
     link: Name | None = None
     host_memory_bytes: Bytes | None = None
     peer: Index | None = None
+    node: Name | None = None
 
 
 class Message(Record):

@@ -150,6 +150,7 @@ class Estimate:
                     f"{has:.1f}: more pp, tp, dp with zero, or a smaller model would fit"
                 )
         named, n = self.clock.links.neighbours_share_host_links, self.gpu.gpus_per_host_link
+        near = self.clock.links.devices_per_node if self.run.host_memory_bytes is not None else 1
         return Problem(
             name=f"{self.shape.name or 'model'}-{self.parallelism.pp}x{self.run.microbatches}"[:200],
             microbatches=self.run.microbatches,
@@ -160,6 +161,7 @@ class Estimate:
                     activation_budget_bytes=memory.budget,
                     host_memory_bytes=self.run.host_memory_bytes,
                     link=f"host {d // n}" if named else None,
+                    node=f"node {d // near}" if near > 1 else None,
                 )
                 for d, memory in enumerate(self.devices)
             ),
@@ -174,6 +176,14 @@ class Estimate:
     def message_ms(self) -> float:
         """The time of an activation, or of its gradient, from one stage to the next."""
         return self.clock.links.message_ms(self._share.message_bytes)
+
+    @property
+    def messages_beside_copies(self) -> float:
+        """Bytes of messages over those of all copies, one way, on the stage where that is most: with each activation a
+        stage sends its output and a gradient."""
+        sent = 2 * self._share.message_bytes * self.parallelism.along_sequence / self.parallelism.tp
+        held = [sum(one_for_all(self.layers[i].activation_bytes) for i in pieces) for pieces in self.stages]
+        return sent / min(held) if self.parallelism.pp > 1 else 0.0
 
     @property
     def parameters(self) -> int:

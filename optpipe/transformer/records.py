@@ -361,7 +361,7 @@ class Run(RunOptions):
     """One training run."""
 
     microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
-    host_memory_bytes: Bytes | None = None  # of each GPU
+    host_memory_bytes: Bytes | None = None  # of each GPU; those of a node share it
     keep_received: bool = False  # buffers for messages of all micro-batches, as PyTorch's pipelining up to 2.13 does
 
     @property

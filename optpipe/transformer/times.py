@@ -149,6 +149,13 @@ class Links:
         return self.gpu.host_bytes_per_s * self.gpu.host_fraction / sharing
 
     @property
+    def devices_per_node(self) -> int:
+        """How many devices of the pipeline are in a node, in Megatron-LM's order of ranks; 1 where one fills a node, or
+        does not divide it."""
+        alone, in_node = self.parallelism.gpus // self.parallelism.pp, self.gpu.gpus_per_node
+        return in_node // alone if in_node % alone == 0 else 1
+
+    @property
     def neighbours_share_host_links(self) -> bool:
         """Whether neighbours in the pipeline share host links."""
         return self.gpu.gpus_per_host_link > 1 and self.parallelism.gpus == self.parallelism.pp

@@ -121,3 +121,11 @@ def test_which_memory_allows_a_steady_state():
 def test_the_smallest_pipeline_is_measured(bench):
     out = bench("scale", "--devices", 2, "--room", 2, "--time-limit", 60).out
     assert "| 2 | yes | 2 × 16 | 160 | " in out
+
+
+@pytest.mark.parametrize(
+    ("hidden", "sequence", "k"),
+    [(8192, 1024, 0.974), (4096, 16384, 1.194), (4096, 24313, 1.0)],  # a sequence of 16k does not suffice everywhere
+)
+def test_the_papers_estimate(hidden, sequence, k):
+    assert costs.estimated_offload_ratio(hidden, sequence, flops=220e12, bytes_per_s=15e9) == pytest.approx(k, abs=5e-4)

@@ -9,7 +9,7 @@ from hypothesis import given
 from support.problems import parsed, pipeline, stage
 from support.problems.strategies import problems
 
-from optpipe import InputError, Kind, Problem, check, estimated_offload_ratio, offload_ratio
+from optpipe import InputError, Kind, Problem, check, offload_ratio
 
 STAGE = {"device": 0, **stage((10, 10, 8), (50, 20), offload=(12, 12, 50))}
 
@@ -185,11 +185,3 @@ def test_k_of_a_stage_is_the_round_trip_over_its_work():
         stage((0, 0, 0), offload=(0, 0, 10)),
     ]
     assert offload_ratio(pipeline(6, 2, 100, stages)) == [1.0, 0.75, None, float("inf"), 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("hidden", "sequence", "k"),
-    [(8192, 1024, 0.974), (4096, 16384, 1.194), (4096, 24313, 1.0)],  # a sequence of 16k does not suffice everywhere
-)
-def test_the_papers_estimate(hidden, sequence, k):
-    assert estimated_offload_ratio(hidden, sequence, flops=220e12, bytes_per_s=15e9) == pytest.approx(k, abs=5e-4)

@@ -512,3 +512,32 @@ def test_buffers_of_all_messages_are_counted_where_they_stay():
     here, there = made(division={"pp": 4}), made(division={"pp": 4}, keep_received=True)
     more = [b.workspace - a.workspace for a, b in zip(here.devices, there.devices, strict=True)]
     assert more == [2 * 512 * 1024 * (8 * ends - 4) for ends in (1, 2, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("division", "run", "share"),
+    [
+        ({}, {"recompute": "cheap"}, 2 / 10),  # PipeOffload: activations are ten times a layer's output
+        ({}, {"recompute": "selective"}, 2 * 2 / 34),
+        ({"tp": 2}, {"recompute": "selective"}, 2 * 2 / 34),
+        ({"tp": 2, "sequence_parallel": False}, {"recompute": "selective"}, 2 * 1 / (10 + 24 / 2)),
+    ],
+)
+def test_messages_beside_the_copies_of_a_layer(division: dict[str, Any], run: dict[str, Any], share: float) -> None:
+    """One layer a stage: each activation goes with two messages, of a rank that shares them with others its part."""
+    estimated = made(GPT, {"pp": 4, **division}, attention="unfused", **run)
+    assert estimated.messages_beside_copies == pytest.approx(share)
+    assert made(GPT, division, attention="unfused", **run).messages_beside_copies == 0
+
+
+@pytest.mark.parametrize(
+    ("division", "near"), [({}, 8), ({"tp": 2}, 4), ({"dp": 4}, 2), ({"tp": 8}, 1), ({"dp": 3}, 1)]
+)
+def test_devices_name_their_node_where_they_share_its_host_memory(division: dict[str, int], near: int) -> None:
+    """In the order of Megatron-LM's ranks, stages last: 8 GPUs a node."""
+    shape = GPT.model_copy(update={"layers": 16})
+    limited = made(shape, {"pp": 16, **division}, host_memory_bytes=10**9).problem
+    names = [f"node {d // near}" if near > 1 else None for d in range(16)]
+    assert [device.node for device in limited.devices] == names
+    assert not any(device.node for device in made(shape, {"pp": 16, **division}).problem.devices)
+    assert limited.costs.host_memory.tolist() == [near * 10**9] * 16

@@ -37,9 +37,11 @@ def pipeline(devices: int, microbatches: int, memory: int, chunks: int = 2) -> P
 
 
 def problems() -> st.SearchStrategy[Problem]:
-    """Small ones of every sort, short of memory and host memory: levels, parts, routes, peers, unlike micro-batches."""
+    """Small ones of every sort, short of memory, also of nodes: levels, parts, routes, peers, unlike micro-batches."""
     limits = {"max_devices": 4, "max_stages": 6, "max_microbatches": 6}
-    return st.one_of(problems_of_every_sort(**limits), problems_of_every_sort(**limits, beyond=True))
+    return st.one_of(
+        problems_of_every_sort(nodes=True, **limits), problems_of_every_sort(nodes=True, beyond=True, **limits)
+    )
 
 
 def some_rules(simulator: Simulator, seed: int) -> list[Rules]:

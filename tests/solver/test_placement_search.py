@@ -270,4 +270,4 @@ def test_solve_writes_what_check_accepts_for_the_problem_asked_about(command):
     assert sum(placed.layers) == 11
     assert command("check", "p.json", "s.json")[0] == 0
     figures = json.loads(command(*solve, "--json", "-o", "s.json")[1])
-    assert figures["placement"] == Schedule.load("s.json").placement.model_dump(mode="json")
+    assert figures["placement"] == Schedule.load("s.json").placement.model_dump(mode="json", exclude_none=True)

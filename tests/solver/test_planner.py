@@ -90,8 +90,14 @@ def test_activations_may_be_evicted_to_other_devices() -> None:
     assert tight.schedule is not None
     assert tight.start is None
     assert not tight.take(found["gpipe"])
-    first = tight.schedule.problem.stages[0]
-    assert first.evict_ms == tight.estimate.clock.links.message_ms(first.activation_bytes)
+    stages, links = tight.schedule.problem.stages, tight.estimate.clock.links
+    first = stages[0]
+    assert [stage.device // 2 for stage in stages] == [0, 1, 2, 3, 3, 2, 1, 0]  # two devices a node: each pair's
+    assert first.evict_ms == links.ring_ms(first.activation_bytes, 2, 1, 1) < links.message_ms(first.activation_bytes)
+    assert tight.used_bytes(tight.schedule) == [
+        tight.estimate.gpu.memory_bytes - memory.budget + tight.schedule.compiled.certificate.device[stage.device].bytes
+        for memory, stage in zip(tight.estimate.devices, stages, strict=True)
+    ]
     assert "bpipe" not in {schedule.method for schedule in published(tight, "torch")}
 
 

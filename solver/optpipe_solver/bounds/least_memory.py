@@ -74,15 +74,18 @@ def least_memory(problem: Problem) -> list[int]:
 
 
 def infeasibility(problem: Problem) -> str | None:
-    """Say which device cannot hold even one micro-batch, what it needs and has; None if a schedule exists."""
+    """Say which device cannot hold even one micro-batch, what it needs and has; None if a schedule exists, and perhaps
+    where devices share host memory."""
     problem = without_evictions(problem)
     for d, device in enumerate(problem.devices):
         each = _least(problem, d)
         needed = max(each)
         if needed > device.activation_budget_bytes:
             limited = max(_least(problem, d, limit_host=False)) < needed
-            least, budget, host = distinct_sizes(needed, device.activation_budget_bytes, device.host_memory_bytes or 0)
-            why = f", as its host_memory_bytes = {host} admit no more offload" if limited else ""
+            on_host = int(problem.costs.host_memory[d])
+            least, budget, host = distinct_sizes(needed, device.activation_budget_bytes, on_host)
+            whose = "its node's" if device.node else "its"
+            why = f", as {whose} host_memory_bytes = {host} admit no more offload" if limited else ""
             hungriest = problem.costs.representatives[each.index(needed)]
             which = "one micro-batch" if problem.costs.are_equal else f"micro-batch {hungriest}"
             return f"devices[{d}].activation_budget_bytes = {budget}: {which} at a time needs at least {least}{why}"
@@ -97,18 +100,20 @@ def reliefs(problem: Problem, microbatch: int) -> dict[int, Relief]:
     """
     held, route = stage_bytes(problem, microbatch), problem.route(microbatch)
     chosen: dict[int, Relief] = {}
+    node = problem.costs.node.tolist()
+    left = dict(zip(node, problem.costs.host_memory.tolist(), strict=True))
     for d, device in enumerate(problem.devices):
         stages = [s for s in route if problem.stages[s].device == d]
-        limits = device.host_memory_bytes, device.activation_budget_bytes
-        states, _ = _search(problem, microbatch, held, stages, *limits)
+        states, _ = _search(problem, microbatch, held, stages, left[node[d]], device.activation_budget_bytes)
         best = min(states, key=lambda state: state.score, default=None)
+        left[node[d]] -= best.host if best else 0
         chosen |= dict(zip(stages, best.reliefs if best else (Relief(),) * len(stages), strict=True))
     return chosen
 
 
 def _least(problem: Problem, device: int, limit_host: bool = True) -> list[int]:
     """Return the least bytes of a device for one micro-batch of each class alone."""
-    limit = problem.devices[device].host_memory_bytes if limit_host else None
+    limit = int(problem.costs.host_memory[device]) if limit_host else None
     least = []
     for j in problem.costs.representatives.tolist():
         held, stages = stage_bytes(problem, j), [s for s in problem.route(j) if problem.stages[s].device == device]

@@ -237,18 +237,10 @@ class Grid:
 
     @cached_property
     def host_capacities(self) -> list[int | None]:
-        """By device, in grains; None where all that could be offloaded fits at once."""
-        most = [0] * len(self.problem.devices)
+        """By device, of its node, in grains; None where all that could be offloaded fits at once."""
         costs = self.problem.costs
-        hosted = np.max([costs.offload, *costs.levels.offload], axis=0)
-        for j in range(self.problem.microbatches):
-            for s in self.problem.route(j):
-                most[self.problem.stages[s].device] += int(hosted[s, j])
-        limits = [device.host_memory_bytes for device in self.problem.devices]
-        return [
-            None if limit is None or size <= limit else limit // self.grain
-            for size, limit in zip(most, limits, strict=True)
-        ]
+        grains = zip(costs.host_is_scarce.tolist(), (costs.host_memory // self.grain).tolist(), strict=True)
+        return [capacity if is_scarce else None for is_scarce, capacity in grains]
 
     @cached_property
     def links(self) -> list[tuple[tuple[Kind, ...], list[int]]]:
@@ -270,6 +262,7 @@ class GridSchedule:
     allocation: dict[Op, int]  # when O and R allocate: at their start or, inside a compute op, before that op
     tail: dict[Op, int]  # from an op's start to the schedule's end, if all that must follow it follows at once
     fused: frozenset[tuple[int, int]]  # stage and micro-batch of each BW
+    pinned: tuple[int, ...]  # by device the most grains of host memory
     delivery: tuple[int, ...]  # by device how long its compute counts after its end (`deliveries`); zeros for makespans
     end: int  # when everything has ended and is delivered: the makespan but for the span
 
@@ -317,7 +310,8 @@ def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makesp
     moments, transfer = map(round, allocation_times(timeline).tolist()), timeline.rows.transfer.tolist()
     allocation = {op: min(at, end) for op, at, moving in zip(ops, moments, transfer, strict=True) if moving}
     fused = frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.BW)
-    return GridSchedule(start, allocation, tail, fused, tuple(map(round, delivery.tolist())), end)
+    pinned = tuple(-(-peak.bytes // grid.grain) for peak in schedule.compiled.certificate.host)
+    return GridSchedule(start, allocation, tail, fused, pinned, tuple(map(round, delivery.tolist())), end)
 
 
 def ensure_start(incumbents: Incumbents) -> Schedule | None:

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ortools.sat.python import cp_model
+
 from optpipe.model.arrays import NONE
 from optpipe.model.ops import COMPUTE, Kind, Op
 from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cpsat.variables import Choice, Moment, WindowVariables
+from optpipe_solver.cpsat.variables import Choice, Moment, Window, WindowVariables
 
 F, B, W, BW, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R, Kind.D
 
@@ -53,14 +55,24 @@ def limit_device_memory(v: WindowVariables) -> None:
 
 
 def limit_host_memory(v: WindowVariables) -> None:
-    """Likewise, for each device whose host memory may not hold all copies at once."""
-    for d in filter(v.window.opens, range(len(v.problem.devices))):
-        limit = v.grid.host_capacities[d]
-        if limit is not None:
+    """Likewise, for the devices of each node whose host memory may not hold all copies at once: what they pin at most
+    adds up to no more."""
+    node, whole = v.problem.costs.node.tolist(), v.window == Window.of_all(v.incumbent)
+    for n in dict.fromkeys(node):
+        devices = [d for d, other in enumerate(node) if other == n]
+        limit = v.grid.host_capacities[devices[0]]
+        if limit is None:
+            continue
+        least = {d: 0 if whole else v.incumbent.pinned[d] for d in devices}  # what is outside the window stays
+        left = max(0, limit - sum(least.values()))  # rounded up, there may be more than fits
+        most = {d: least[d] + v.new_int(0, left, 0, f"pins{d}") for d in devices} if len(devices) > 1 else {}
+        if most:
+            v.model.add(sum(most.values()) <= left + sum(least.values()))
+        for d in filter(v.window.opens, devices):
             copies = _Held(v)
             for s, j in v.passes_on(d):
                 copies.add_copies(s, j)
-            copies.limit_to(limit)
+            copies.limit_to(most.get(d, limit))
 
 
 def limit_spans(v: WindowVariables) -> None:
@@ -158,7 +170,7 @@ class _Held:
         self._intervals: list[object] = []
         self._sizes: list[int] = []
 
-    def limit_to(self, capacity: int) -> None:
+    def limit_to(self, capacity: cp_model.LinearExprT) -> None:
         """No more than this is held at one time."""
         self._v.model.add_cumulative(self._intervals, self._sizes, capacity)
 

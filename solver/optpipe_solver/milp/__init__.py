@@ -19,11 +19,7 @@ def unsupported(problem: Problem) -> str | None:
         return "the model has no evictions"
     if not costs.ms[[Kind.F, Kind.B, Kind.W]].all():
         return "the model orders ops by their times, and some take none; cpsat and lns handle them"
-    pinned = [0] * len(problem.devices)
-    for j in range(problem.microbatches):
-        for s in problem.route(j):
-            pinned[costs.device[s]] += int(costs.offload[s, j] * costs.can_offload[s])
-    if any(size > limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True)):
+    if costs.host_is_scarce.any():
         return (
             "the model has no limit of host memory, and not all that could be offloaded fits there; cpsat and lns "
             "have it"

@@ -9,12 +9,13 @@ from math import log, sqrt
 from statistics import mean
 from typing import NamedTuple
 
+from optpipe.evaluate.effects import Peak
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.formats.stacks import STACKS, Stack, with_whole_backwards
 from optpipe.formats.torch_memory import whole_backwards
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind
-from optpipe.model.placement import NAMES
+from optpipe.model.placement import NAMES, devices_in_order, folded, on_devices
 from optpipe.model.problem import Problem
 from optpipe.model.program import of_kinds
 from optpipe.model.records import one_for_all
@@ -119,7 +120,8 @@ class Candidate:
         parts = {title: m * mean(getattr(ms, field) for ms in estimate.device_times) for field, title in PARTS.items()}
         again = 0.0  # what the schedule recomputes beside
         if self.schedule:
-            again = self.schedule.timeline.busy_ms()[busy.index(longest)] - m * longest
+            device = devices_in_order(self.schedule.problem)[busy.index(longest)]
+            again = self.schedule.timeline.busy_ms()[device] - m * longest
         parts["recomputing"] += again
         return parts | {
             "uneven stages": m * (longest - mean(busy)),
@@ -144,21 +146,24 @@ class Candidate:
     def evicting(self) -> Problem:
         """The problem where stage s may evict to the device of stage p - 1 - s, as BPipe does (Kim et al. 2023).
 
-        An eviction crosses the links between stages. Where devices have several stages, nothing is evicted.
+        Where nodes have several devices, those of each pair are in one node, and an eviction crosses its links; else it
+        crosses those between stages. Where devices have several stages, nothing is evicted.
         """
         p = self.estimate.parallelism.pp
         if self.estimate.parallelism.chunks > 1:
             return self.problem
         peers = [p - 1 - d if p - 1 - d != d else None for d in range(p)]
-        stages = []
+        links, near, stages = self.estimate.clock.links, self.estimate.clock.links.devices_per_node, []
         for stage in self.problem.stages:
-            ms = self.estimate.clock.links.transfer_ms(one_for_all(stage.activation_bytes))
+            size = one_for_all(stage.activation_bytes)
+            ms = links.transfer_ms(size) if near % 2 else links.ring_ms(size, 2, 1, 1)
             eviction = {"evict_ms": ms, "load_ms": ms, "evict_bytes": stage.activation_bytes}
             stages.append(stage.model_copy(update=eviction if peers[stage.device] is not None else {}))
         pairs = zip(self.problem.devices, peers, strict=True)
-        return self.problem.replace(
+        problem = self.problem.replace(
             devices=tuple(device.model_copy(update={"peer": peer}) for device, peer in pairs), stages=tuple(stages)
         )
+        return problem if near % 2 else on_devices(problem, folded([d // near for d in range(p)]))
 
     def _posed(self, problem: Problem) -> Problem:
         """The problem of which every schedule is one for the stack."""
@@ -177,8 +182,12 @@ class Candidate:
     def used_bytes(self, schedule: Schedule) -> list[int]:
         """What each GPU holds at its fullest, state, workspace and reserve included."""
         whole = self.estimate.gpu.memory_bytes
-        peaks = zip(schedule.compiled.certificate.device, self.estimate.devices, strict=True)
+        peaks = zip(self.peaks(schedule), self.estimate.devices, strict=True)
         return [whole - memory.budget + peak.bytes for peak, memory in peaks]
+
+    def peaks(self, schedule: Schedule) -> list[Peak]:
+        """Those of the devices, in the order in which stages pass them."""
+        return [schedule.compiled.certificate.device[d] for d in devices_in_order(schedule.problem)]
 
     def peak_ranges(self, schedule: Schedule) -> list[tuple[int, int]]:
         """The least and the most that each GPU may hold, with fragments and buffers as they were measured elsewhere."""

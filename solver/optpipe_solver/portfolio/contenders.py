@@ -11,7 +11,7 @@ from threading import RLock
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, raises, reaches, shorter
 from optpipe.formats.stacks import STACKS
-from optpipe.model.placement import Placement, Shape
+from optpipe.model.placement import Placement, Shape, devices_in_order, folded
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe.results import is_better
@@ -90,14 +90,24 @@ class Contenders:
             shapes: list[tuple[int, Shape]] = [(1, "looped"), *product(range(2, tuning.CHUNKS + 1), SHAPES)]
             if problem.overlap_factor is not None:  # two ways pay where a forward runs beside a backward
                 shapes.append((1, "bidirectional"))
-            stack = STACKS[self._request.stack]
+            stack, devices = STACKS[self._request.stack], self._folded()
             for chunks, shape in (each for each in shapes if stack.places(*each)):
                 with suppress(InputError):  # fewer layers than stages
-                    self.add_new([Placement.balanced(problem, chunks, shape)])
+                    placement = Placement.balanced(problem, chunks, shape)
+                    self.add_new([placement])
+                    if devices and shape == "looped":
+                        self.add_new([placement.model_copy(update={"devices": devices})])
         start = self._request.warm_start
         if start and start.placement:
             self._take_warm_start(start, start.placement)
         self._raise_bound()
+
+    def _folded(self) -> tuple[int, ...] | None:
+        """The devices, `folded`, where a node may have too little host memory: else their order changes nothing."""
+        problem, devices = self._request.problem, devices_in_order(self._request.problem)
+        nodes = [node for d in devices if (node := problem.devices[d].node)]
+        use = len(nodes) == len(devices) and problem.costs.host_is_scarce.any() and self._request.stack == "optpipe"
+        return tuple(devices[place] for place in folded(nodes)) if use else None
 
     def of(self, placement: Placement) -> Contender | None:
         """The contender with the stages that a placement makes; None if there is none."""

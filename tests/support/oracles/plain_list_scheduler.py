@@ -72,7 +72,8 @@ class Device(Place):
     stages: list[int] = field(default_factory=list)
     links: list[list[Link]] = field(default_factory=list)  # by channel, on the way out and back
     room: int = 0
-    host_room: int = 0
+    node: int = 0
+    pinned: int = 0  # bytes of host memory that it had in use before, and can use again
     peer: "Device | None" = None
     wants: list[Link] = field(default_factory=list)  # that may wait for room here, or for what has left
     frees: int = 0  # when the running op ends
@@ -99,16 +100,17 @@ class PlainListScheduler:
         self.begin = [0.0] * self.microbatches
         self.activations = [[self.activation(s, j) for j in range(self.microbatches)] for s in range(self.stages)]
         self.links = [Link(inf) for _ in figures.stages_on_link]
-        rooms = zip(figures.memory.tolist(), figures.host_memory.tolist(), strict=True)
+        nodes = figures.node.tolist()
+        self.unpinned = dict(zip(nodes, figures.host_memory.tolist(), strict=True))  # by node
         self.devices = [
             Device(
                 look_at=0.0,
                 stages=np.flatnonzero(figures.device == d).tolist(),
                 links=[[self.links[n] for n in of_channel[:, d] if n != NONE] for of_channel in figures.links],
                 room=room,
-                host_room=host_room,
+                node=node,
             )
-            for d, (room, host_room) in enumerate(rooms)
+            for d, (room, node) in enumerate(zip(figures.memory.tolist(), nodes, strict=True))
         ]
         for device, peer in zip(self.devices, figures.peer.tolist(), strict=True):
             device.peer = self.devices[peer] if peer != NONE else None
@@ -139,7 +141,7 @@ class PlainListScheduler:
             if place.busy:
                 place.busy = False
                 place.room += place.frees
-                place.host_room += place.frees_on_host
+                place.pinned += place.frees_on_host
                 place.frees = place.frees_on_host = 0
                 if has_relief:
                     self.look_for_room(place, None, now)
@@ -203,7 +205,9 @@ class PlainListScheduler:
                 assert device.peer
                 device.peer.room -= moving.sizes[part]
             else:
-                device.host_room -= moving.sizes[part]
+                again = min(device.pinned, moving.sizes[part])
+                device.pinned -= again
+                self.unpinned[device.node] -= moving.sizes[part] - again
         else:
             return
         self.moved[way, moving.stage, moving.microbatch, part] = now
@@ -262,7 +266,8 @@ class PlainListScheduler:
             if leaving is None or self.forward_end(leaving) > now:
                 continue
             device, size = self.device_of(s), leaving.sizes[leaving.sent]
-            if size <= (device.peer.room if channel and device.peer else device.host_room):
+            on_host = device.pinned + self.unpinned[device.node]
+            if size <= (device.peer.room if channel and device.peer else on_host):
                 candidates.append(leaving)
         return min(candidates, key=self.forward_end, default=None)
 

@@ -12,8 +12,11 @@ from support.problems.strategies import differing, problems
 
 
 @st.composite
-def problems_of_every_sort(draw: st.DrawFn, max_stages: int = 3, max_microbatches: int = 3, **limits: int) -> Problem:
-    """As the core's strategy has them, without pairs, with memory and host memory that bind or do not."""
+def problems_of_every_sort(
+    draw: st.DrawFn, max_stages: int = 3, max_microbatches: int = 3, nodes: bool = False, **limits: int
+) -> Problem:
+    """As the core's strategy has them, without pairs, with memory and host memory that bind or do not; with `nodes`
+    some devices share that."""
     problem = draw(problems(max_stages=max_stages, max_microbatches=max_microbatches, **limits))
     costs = problem.costs
     needs = np.maximum(costs.activation, costs.saved_for_weight).max(axis=1)
@@ -21,7 +24,9 @@ def problems_of_every_sort(draw: st.DrawFn, max_stages: int = 3, max_microbatche
     for d, device in enumerate(problem.devices):
         need = int(needs[costs.device == d].sum())
         budget, host = need + draw(st.integers(0, 10)), draw(st.sampled_from([None, 0, need // 2, 2 * need]))
-        devices.append(device.model_copy(update={"activation_budget_bytes": budget, "host_memory_bytes": host}))
+        limits = {"activation_budget_bytes": budget, "host_memory_bytes": host}
+        node = draw(st.sampled_from([None, "a", "b"])) if nodes else None
+        devices.append(device.model_copy(update={**limits, "node": node}))
     return problem.model_copy(update={"devices": tuple(devices), "overlap_factor": None})
 
 
