@@ -24,7 +24,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, Program
 from optpipe.schedule import Schedule, check
 from optpipe_solver import systems, tuning
-from optpipe_solver.bounds.least_memory import Relief, reliefs
+from optpipe_solver.bounds.least_memory import Relief, host_shares, reliefs
 from optpipe_solver.clock import UNLIMITED, Clock
 from optpipe_solver.schedule_facts import needs_fused
 
@@ -136,7 +136,8 @@ def one_at_a_time(problem: Problem, method: str) -> Schedule:
 
     All programs and shared links keep one order of all ops, so nothing deadlocks.
     """
-    passes = [_one_pass(problem.route(j), reliefs(problem, j)) for j in problem.costs.representatives.tolist()]
+    alone, hosts = problem.costs.representatives.tolist(), host_shares(problem)
+    passes = [_one_pass(problem.route(j), reliefs(problem, j, hosts)) for j in alone]
     rows_of = [passes[alike] for alike in problem.costs.class_of.tolist()]
     kind, stage, part = np.concatenate(rows_of).T
     microbatch = np.repeat(np.arange(problem.microbatches), [len(rows) for rows in rows_of])

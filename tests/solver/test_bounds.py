@@ -16,7 +16,7 @@ from support.problems.strategies import problems_with_schedules
 from optpipe import Problem, Schedule, certify, check
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe_solver.bounds import deferral_bound, lower_bound, memory_bound, trivial_bound
-from optpipe_solver.bounds.least_memory import Relief, infeasibility, least_memory, reliefs
+from optpipe_solver.bounds.least_memory import Relief, host_shares, infeasibility, least_memory, reliefs
 from optpipe_solver.bounds.problem_facts import one_level
 from optpipe_solver.heuristics import STREAMS
 
@@ -224,10 +224,13 @@ def test_the_sentence_names_device_need_and_budget():
 
 
 def test_only_what_memory_demands_is_moved_and_the_cheapest_of_it():
+    def relieved(problem: Problem) -> dict[int, Relief]:
+        return reliefs(problem, 0, host_shares(problem))
+
     stages = [stage(10, **offload(10)), stage(10, **offload(10), recompute=(3, 0)), stage(10)]
-    assert reliefs(on_one_device(stages, 30), 0) == dict.fromkeys(range(3), Relief())
-    assert reliefs(on_one_device(stages, 29), 0) == {0: Relief(), 1: Relief(level=0), 2: Relief()}
-    assert reliefs(on_one_device(stages, 10), 0) == {0: Relief((0,)), 1: Relief(level=0), 2: Relief()}
+    assert relieved(on_one_device(stages, 30)) == dict.fromkeys(range(3), Relief())
+    assert relieved(on_one_device(stages, 29)) == {0: Relief(), 1: Relief(level=0), 2: Relief()}
+    assert relieved(on_one_device(stages, 10)) == {0: Relief((0,)), 1: Relief(level=0), 2: Relief()}
     assert least_memory(on_one_device(stages, 10**6, host=500))[0] > 0
 
 

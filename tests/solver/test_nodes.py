@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from ortools.sat.python import cp_model
 from support.examples import examples
 from support.frames import schedules
 from support.oracles.enumeration import best_of_all, problem_of, stage
@@ -20,7 +21,7 @@ from optpipe.process.protocol import Request
 from optpipe_solver import tuning
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.clock import Clock
-from optpipe_solver.cpsat.grid import Grid, place_on_grid
+from optpipe_solver.cpsat.grid import Grid, GridSchedule, place_on_grid
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.heuristics import STREAMS, generate
@@ -121,15 +122,28 @@ def test_the_optimum_divides_a_nodes_memory_as_is_best(whole: int) -> None:
     assert best < best_of_all(divided[0], "makespan")[0]  # the shares that the devices name
 
 
-def test_a_window_leaves_the_node_what_is_pinned_outside_of_it() -> None:
-    """The first half of a schedule that fills its node: what a model of the second half finds fits with it."""
+def short_of_host_memory() -> tuple[Grid, GridSchedule, Schedule]:
     tight = folded_problem(offloading(None))
     pinned = [peak.bytes for peak in certify(tight, generate("adaoffload", tight)).host]
     problem = in_nodes(tight, [each.node for each in tight.devices], max(sum(pinned[:4]), sum(pinned[4:])) // 8)
     schedule = split_backwards(generate("adaoffload", problem))
     assert check(problem, schedule) == []
     grid = Grid.for_problem(problem)
-    incumbent = place_on_grid(grid, schedule)
+    return grid, place_on_grid(grid, schedule), schedule
+
+
+def test_the_schedule_at_hand_is_a_hint_that_holds() -> None:
+    """CP-SAT drops a hint that is no solution, and with it the schedule."""
+    grid, incumbent, _ = short_of_host_memory()
+    model, solver = WindowModel(grid, incumbent, Window.of_all(incumbent)).model, cp_model.CpSolver()
+    solver.parameters.fix_variables_to_their_hinted_value = True
+    assert solver.solve(model) == cp_model.OPTIMAL
+
+
+def test_a_window_leaves_the_node_what_is_pinned_outside_of_it() -> None:
+    """The first half of a schedule that fills its node: what a model of the second half finds fits with it."""
+    grid, incumbent, schedule = short_of_host_memory()
+    problem = schedule.problem
     assert incumbent.pinned == tuple(peak.bytes // grid.grain for peak in certify(problem, schedule).host)
     model = WindowModel(grid, incumbent, Window(incumbent.end // 2, incumbent.end + 1))
     assert model.solve(Clock(20.0, counts=True), 1, 0, any_will_do=True).starts is not None
@@ -229,6 +243,36 @@ def test_what_no_nodes_memory_admits_is_infeasible() -> None:
         "devices[0].activation_budget_bytes = 3 B: one micro-batch at a time needs at least 4 B, as its node's "
         "host_memory_bytes = 1 B admit no more offload"
     )
+    for each, host in ((1, 2), (0, 3)):  # enough for one of the devices
+        short = problem_of(two, [3, 3], 1, devices=[{"host_memory_bytes": h, "node": "a"} for h in (each, host)])
+        assert infeasibility(short) == (
+            "devices[0].host_memory_bytes: those of node 'a' add up to 3 B, and one micro-batch at a time needs at "
+            "least 4 B there"
+        )
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_device_leaves_the_others_what_they_need(first: int) -> None:
+    """The first stage may leave or be recomputed, which takes longer; that of the other device can only leave."""
+    plain, leaving = stage(first, (1, 1, 1), 2), stage(1 - first, (1, 1, 1), 2, 0, (1, 1, 2))
+    either = stage(first, (1, 1, 1), 2, 0, (1, 1, 2), (9, 0))
+    devices = [{"host_memory_bytes": 1, "node": "a"}] * 2
+    problem = problem_of([either, leaving, {**plain, "device": 1 - first}, plain], [3, 3], 1, devices=devices)
+    assert infeasibility(problem) is None
+    for name in STREAMS:
+        assert check(problem, generate(name, problem)) == []
+
+
+def test_micro_batches_that_pin_on_different_devices_need_the_sum() -> None:
+    """The first has to leave one device, the second the other one: what is pinned stays with its device."""
+    sizes = [2, 1], [1, 2], [1, 2], [2, 1]
+    costs = [stage(d, (1, 1, 1), 2) | {"activation_bytes": size} for d, size in zip((0, 1, 1, 0), sizes, strict=True)]
+    for each in costs[:2]:
+        each |= {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": each["activation_bytes"]}
+    for host, fits in ((3, False), (4, True)):
+        problem = problem_of(costs, [3, 3], 2, devices=[{"host_memory_bytes": h, "node": "a"} for h in (0, host)])
+        assert (infeasibility(problem) is None) == fits
+        assert (check(problem, generate("naive", problem)) == []) == fits
 
 
 def test_a_file_without_nodes_reads_as_before() -> None:

@@ -74,8 +74,8 @@ def least_memory(problem: Problem) -> list[int]:
 
 
 def infeasibility(problem: Problem) -> str | None:
-    """Say which device cannot hold even one micro-batch, what it needs and has; None if a schedule exists, and perhaps
-    where devices share host memory."""
+    """Say which device, or the host memory of which node, cannot hold even one micro-batch, what it needs and has; None
+    if a schedule exists."""
     problem = without_evictions(problem)
     for d, device in enumerate(problem.devices):
         each = _least(problem, d)
@@ -89,24 +89,70 @@ def infeasibility(problem: Problem) -> str | None:
             hungriest = problem.costs.representatives[each.index(needed)]
             which = "one micro-batch" if problem.costs.are_equal else f"micro-batch {hungriest}"
             return f"devices[{d}].activation_budget_bytes = {budget}: {which} at a time needs at least {least}{why}"
+    for devices, hosts in _scarce_nodes(problem):
+        first, pinned = devices[0], sum(nbytes for nbytes, _ in hosts)
+        if pinned > problem.costs.host_memory[first] and all(certain for _, certain in hosts):
+            needs, has = distinct_sizes(pinned, int(problem.costs.host_memory[first]))
+            name = problem.devices[first].node
+            return (
+                f"devices[{first}].host_memory_bytes: those of node {name!r} add up to {has}, and one micro-batch at a "
+                f"time needs at least {needs} there"
+            )
     return None
 
 
-def reliefs(problem: Problem, microbatch: int) -> dict[int, Relief]:
-    """For a micro-batch alone, choose what to offload or recompute so that every device's memory suffices.
+def host_shares(problem: Problem) -> list[int]:
+    """Return (D,) the bytes of host memory that each device may pin so that every micro-batch alone fits: those of its
+    node or, where devices share too little, what it needs at least and an equal share of the rest."""
+    shares: list[int] = problem.costs.host_memory.tolist()
+    for devices, each in _scarce_nodes(problem):
+        spare = max(0, shares[devices[0]] - sum(least for least, _ in each)) // len(devices)
+        for d, (least, _) in zip(devices, each, strict=True):
+            shares[d] = least + spare
+    return shares
+
+
+def _scarce_nodes(problem: Problem) -> Iterator[tuple[list[int], list[tuple[int, bool]]]]:
+    """Yield the devices of each node that share too little host memory for all, and of each the least bytes that it has
+    to pin, and whether that is certain."""
+    costs = problem.costs
+    for n in np.unique(costs.node[costs.host_is_scarce]).tolist():
+        devices = np.flatnonzero(costs.node == n).tolist()
+        if len(devices) > 1:
+            yield devices, [_least_host(problem, d) for d in devices]
+
+
+def _least_host(problem: Problem, device: int) -> tuple[int, bool]:
+    """Return the least bytes that a device has to pin for the micro-batch alone that needs most, and whether no choice
+    was left out; 0 if no host memory of its node would do."""
+    most, certain = 0, True
+    for j in problem.costs.representatives.tolist():
+        held, stages = stage_bytes(problem, j), [s for s in problem.route(j) if problem.stages[s].device == device]
+        needed, host = 0, int(problem.costs.host_memory[device])
+        while host >= 0:  # a search in which all fits knows no least host bytes: one with a byte less does
+            states, complete = _search(problem, j, held, stages, host, problem.devices[device].activation_budget_bytes)
+            if not states:
+                certain &= complete
+                break
+            needed = min(state.host for state in states)
+            host = needed - 1
+        most = max(most, needed)
+    return most, certain
+
+
+def reliefs(problem: Problem, microbatch: int, hosts: Sequence[int]) -> dict[int, Relief]:
+    """For a micro-batch alone, choose what to offload or recompute so that every device's memory suffices, and none
+    pins more bytes than its share in `hosts` (D,) (`host_shares`).
 
     The choice takes the least time. Where a device's memory does not suffice its stages keep everything;
     `infeasibility` says so beforehand.
     """
     held, route = stage_bytes(problem, microbatch), problem.route(microbatch)
     chosen: dict[int, Relief] = {}
-    node = problem.costs.node.tolist()
-    left = dict(zip(node, problem.costs.host_memory.tolist(), strict=True))
     for d, device in enumerate(problem.devices):
         stages = [s for s in route if problem.stages[s].device == d]
-        states, _ = _search(problem, microbatch, held, stages, left[node[d]], device.activation_budget_bytes)
+        states, _ = _search(problem, microbatch, held, stages, hosts[d], device.activation_budget_bytes)
         best = min(states, key=lambda state: state.score, default=None)
-        left[node[d]] -= best.host if best else 0
         chosen |= dict(zip(stages, best.reliefs if best else (Relief(),) * len(stages), strict=True))
     return chosen
 

@@ -65,7 +65,11 @@ def limit_host_memory(v: WindowVariables) -> None:
             continue
         least = {d: 0 if whole else v.incumbent.pinned[d] for d in devices}  # what is outside the window stays
         left = max(0, limit - sum(least.values()))  # rounded up, there may be more than fits
-        most = {d: least[d] + v.new_int(0, left, 0, f"pins{d}") for d in devices} if len(devices) > 1 else {}
+        most = (
+            {d: least[d] + v.new_int(0, left, v.incumbent.pinned[d] - least[d], f"pins{d}") for d in devices}
+            if len(devices) > 1
+            else {}
+        )
         if most:
             v.model.add(sum(most.values()) <= left + sum(least.values()))
         for d in filter(v.window.opens, devices):

@@ -199,7 +199,8 @@ def fits_in_bubbles(problem: Problem) -> bool:
 
 
 def overlap(schedule: Schedule) -> float:
-    """The share, from 0 to 1, of the host optimizers' time that hides behind compute.
+    """The share of the host optimizers' time that hides behind compute: 1 at most, below 0 where offloads, or another
+    device's transfers on a shared link, wait for theirs.
 
     What the iteration is longer by than without them, against the longest G and U and the longest P of a device.
     Raises InputError for a schedule without host optimizers.
