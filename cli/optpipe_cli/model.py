@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -106,6 +107,8 @@ def lines(estimate: Estimate) -> Iterator[str]:
         f"{run.microbatches} micro-batches of {run.microbatch_size} × {estimate.sequence} tokens; {run.precision}, "
         f"{run.attention} attention, recompute {run.recompute}"
     )
+    if options := "; ".join(counted(estimate)):
+        yield f"  counted: {options}"
     yield assumed(estimate)
     yield f"if no device waited, MFU would be {estimate.utilization:.1%}: that is these figures, not a measurement"
     yield ""
@@ -133,6 +136,22 @@ def left_out(shape: Transformer) -> Iterator[str]:
     """A line about the parts that are not modelled, if there are any."""
     if shape.left_out:
         yield f"  not modelled: {'; '.join(shape.left_out)}"
+
+
+def counted(estimate: Estimate) -> Iterator[str]:
+    """What is not as in a usual transformer, or its training."""
+    shape, run, head_parts = estimate.shape, estimate.run, estimate.parallelism.head_parts
+    if shape.parts:
+        kinds = ", ".join(f"{count} {parts}" for parts, count in Counter(shape.parts).items())
+        yield f"layers {kinds} (M a state space, * attention, - an MLP, E experts)"
+    if run.mtp:
+        yield f"modules that predict a further token each, with a layer and the head: {run.mtp}"
+    if run.lora:
+        yield f"adapters of rank {run.lora}, which alone are trained"
+    if head_parts > 1:
+        yield f"the head in {head_parts} parts, which only OptPipe's runtime has"
+    if run.fused_experts:
+        yield "one kernel for all experts"
 
 
 def assumed(estimate: Estimate) -> str:

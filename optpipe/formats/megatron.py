@@ -80,8 +80,15 @@ def layout(problem: Problem) -> str:
 
 
 def layer_counts(problem: Problem) -> list[int]:
-    """How many of the problem's layers each stage has. Raises InputError if the stages do not consist of them."""
+    """How many of the problem's layers each stage has. Raises InputError if the stages do not consist of them, or a
+    layer between the first and the last one cannot be recomputed as the others can."""
     layers, first, counts = problem.layers or (), 0, list[int]()
+    again = [layer.can_recompute for layer in layers[1:-1]]
+    if any(again) and not all(again):
+        raise InputError(
+            f"layers[{1 + again.index(False)}] cannot be computed again, others can: between embedding and head "
+            "other stacks have decoder layers, no parts of a head"
+        )
     for s, stage in enumerate(problem.stages):
         for end in range(first + 1, len(layers) + 1):
             sums = together(layers[first:end])

@@ -80,7 +80,7 @@ def _latent(share: Share, keys_of_query: float) -> Piece:
     latents = share.tensor_bytes(latent_width) / along
     return Piece(
         kind="dense",
-        weights=down + up + values * shape.hidden + latent_width,
+        weights=down + up + values * shape.hidden + latent_width + shape.all_vectors.attention,
         saved=(
             Saved("norm input", whole, None),
             Saved("latents' input", whole, "cheap", operand=True),

@@ -67,7 +67,12 @@ class Estimate:
         shape, parallelism = self.shape, self.parallelism
         if shape.heads % parallelism.tp:
             raise InputError(f"tp = {parallelism.tp}: must divide the model's {shape.heads} heads")
-        if parallelism.cp > 1 and shape.state_space:
+        if (mixer := shape.state_space) and not mixer.is_divided_by(parallelism.tp):
+            raise InputError(
+                f"tp = {parallelism.tp}: must divide the {mixer.heads} heads of the state space, and divide its "
+                f"{mixer.groups} groups or be a multiple of them"
+            )
+        if parallelism.cp > 1 and mixer:
             raise InputError(
                 f"cp = {parallelism.cp}: expected 1, as a state that passes from token to token is not divided"
             )
@@ -187,21 +192,23 @@ class Estimate:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model; tied matrices count once."""
+        """Parameters of the whole model; matrices that are there twice count once."""
         whole = all_pieces(Share(self.shape, Parallelism(), self.run, self.sequence))
         total = sum(piece.weights + piece.expert_weights for piece in whole)
-        return round(total - (self.shape.embedding_matrix if self.shape.tied else 0))
+        return round(total - (self.shape.embedding_matrix if self.shape.tied or self.run.mtp else 0))
 
     @property
     def model_flops(self) -> float:
         """Operations of F, B and W of one micro-batch on all GPUs: 72·b·s·h²(1 + s/6h) a layer of width 4h.
 
-        Narayanan et al. 2021, and Chowdhery et al. 2022, appendix B: all scores count, recomputation does not.
+        Narayanan et al. 2021, and Chowdhery et al. 2022, appendix B: all scores count, recomputation does not. Weights
+        that are not trained have no W.
         """
         skipped = 2 if self.shape.causal and self.run.attention == "flash" else 1  # scores of later tokens
         works = [piece.work for piece in self.pieces]
         forward = sum(each.matmul + skipped * each.scores + each.scans for each in works)
-        return 3 * forward * self.parallelism.tp * self.parallelism.cp
+        frozen = sum(matmul.operations for each in works for matmul in each.matmuls if matmul.frozen)
+        return (3 * forward - frozen) * self.parallelism.tp * self.parallelism.cp
 
     @cached_property
     def device_times(self) -> list[Times]:
@@ -343,10 +350,11 @@ def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece], received: int
     )
     buffers = max(MESSAGES, run.keep_received * run.microbatches * received)
     messages = buffers * share.message_bytes if share.parallelism.pp > 1 else 0.0
-    gathered = 2 * run.value_bytes * (share.parallelism.zero >= 3) + run.gradient_bytes * (share.parallelism.zero >= 2)
-    largest = max(piece.weights + piece.expert_weights for piece in pieces)
-    empty = run.value_bytes * run.fused_gradients * max((p.weights for p in pieces if p.is_layer), default=0.0)
-    workspace = ceil(inside + messages + gathered * largest + empty)
+    gathered = 2 * run.value_bytes * (share.parallelism.zero >= 3)
+    summed = run.gradient_bytes * (share.parallelism.zero >= 2)
+    most = max(gathered * (p.weights + p.expert_weights) + summed * sum(trained_weights(p)) for p in pieces)
+    trained = max((trained_weights(p)[0] for p in pieces if p.is_layer), default=0.0)
+    workspace = ceil(inside + messages + most + run.fused_gradients * run.value_bytes * trained)
     left = gpu.memory_bytes - gpu.reserved_bytes - (weights + gradients + optimizer) - workspace
     return DeviceMemory(weights, gradients, optimizer, workspace, gpu.reserved_bytes, left)
 
@@ -360,7 +368,8 @@ def count_weights(share: Share, pieces: Sequence[Piece]) -> tuple[float, float]:
 def _shared_weights(share: Share, pieces: Sequence[Piece]) -> float:
     """How many weights a device with embedding and head has once, though both count them."""
     both = {"embedding", "head"} <= {piece.kind for piece in pieces}
-    return share.shape.embedding_matrix / share.parallelism.tp if share.shape.tied and both else 0.0
+    copied = both and (share.shape.tied or share.run.mtp > 0)
+    return share.shape.embedding_matrix / share.parallelism.tp if copied else 0.0
 
 
 def kept_weights(share: Share, pieces: Sequence[Piece], zero: int) -> float:

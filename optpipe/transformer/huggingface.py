@@ -208,7 +208,7 @@ class _Model:
             }
         size, layer = self._value("head_dim") or hidden // heads, self._with("*")
         if layer is None:
-            raise _NotModelledError(f"{self._what}: no layer has attention: it is not modelled")
+            raise _NotModelledError(f"{self._what}: no layer has attention without a state: it is not modelled")
         queries = layer.shapes.get(f"{layer.owner('.q_proj.weight')}.q_proj.weight", (0,))[0]
         gated = queries == 2 * heads * size
         # Queries, their gate and what is projected back are as wide as all heads, keys and values as their groups.
@@ -246,6 +246,7 @@ class _Model:
             "experts_per_token": self.config.num_experts_per_tok,
             "expert_ffn": width,
             "shared_ffn": shared,
+            "expert_latent": self._value("moe_latent_size") or 0,
             **({"dense_layers": dense, "expert_every": every} if parts == ruled else {"parts": parts}),
         }
 
@@ -255,11 +256,13 @@ class _Model:
         dense, sparse = self._with("-"), self._with("E")
         if dense is not None:
             mlp = dense.mlp
-            ffn = self._value("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or mlp.widest
+            own = self._value("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+            widths = (own, self._value("shared_intermediate_size"), mlp.widest)  # the second: Granite's without experts
+            ffn = next((w for w in widths if w and mlp.matrices in (2 * hidden * w, 3 * hidden * w)), own or mlp.widest)
             return {"ffn": ffn, "gated": mlp.matrices == 3 * hidden * ffn}
         if sparse is None:
             raise _NotModelledError(f"{self._what}: no layer has an MLP: it is not modelled")
-        one_matrix = hidden * fields["experts"] * fields["expert_ffn"]
+        one_matrix = (fields["expert_latent"] or hidden) * fields["experts"] * fields["expert_ffn"]
         ffn = self._value("intermediate_size") or fields["expert_ffn"]  # of no layer
         return {"ffn": ffn, "gated": sparse.experts.matrices == 3 * one_matrix}
 

@@ -95,8 +95,8 @@ def _heads(share: Share) -> list[Piece]:
 def _with_further_tokens(share: Share, head: Piece, layer: Piece) -> Piece:
     """The head, and modules that predict a further token each: norms, a matrix of 2h to h, a layer, the head again.
 
-    DeepSeek-V3 (2024), section 2.2. Their embedding and head are the model's: a stage without the embedding has a copy.
-    Nothing of them is computed again.
+    DeepSeek-V3 (2024), section 2.2. Their embedding and head are the model's: of the embedding this has a copy, which a
+    device that has the embedding, too, has once. Nothing of them is computed again.
     """
     shape, whole, modules = share.shape, share.message_bytes, share.run.mtp
     joined = Work(
@@ -106,7 +106,7 @@ def _with_further_tokens(share: Share, head: Piece, layer: Piece) -> Piece:
     )
     saved = (Saved("norms' inputs", 2 * whole), Saved("projection's input", 2 * whole, operand=True))
     kept = tuple(replace(each, dropped_by=None) for each in (*saved, *layer.saved, *head.saved))
-    copied = shape.embedding_matrix / share.parallelism.tp if share.parallelism.pp > 1 and not shape.tied else 0.0
+    copied = 0.0 if shape.tied else shape.embedding_matrix / share.parallelism.tp
     vectors = 2 * shape.hidden + shape.all_vectors.head
     return Piece(
         kind="head",
@@ -185,7 +185,7 @@ def _experts(share: Share) -> Piece:
     sent_bytes = value_bytes * sent * hidden
     numbers = shape.expert_ffn * sent / etp + shape.shared_ffn * share.tokens / tp  # behind the up matrices
     middle, local, whole_kernel = value_bytes * numbers, shape.experts / ep, share.run.fused_experts
-    outputs = value_bytes * sent * (shape.up_matrices * shape.expert_ffn + hidden)
+    outputs = value_bytes * sent * (shape.up_matrices * shape.expert_ffn / etp + hidden)
     biased = BIASES * outputs if shape.all_vectors.expert else 0.0
     activated = value_bytes * shape.shared_ffn * share.tokens / tp if whole_kernel else middle
     copies = shape.experts_per_token if share.run.dispatch == "once" else 0
@@ -204,7 +204,10 @@ def _experts(share: Share) -> Piece:
             Saved("experts' output", share.tensor_bytes(shape.experts_per_token * hidden) / along),
             *([Saved("latents", share.tensor_bytes(latent) / along, operand=True)] if latent else []),
         ),
-        gradients=shape.up_matrices * middle + sent_bytes + (whole if shape.shared_ffn else 0.0),
+        gradients=shape.up_matrices * middle
+        + sent_bytes
+        + (whole if shape.shared_ffn or latent else 0.0)
+        + share.tensor_bytes(latent) / along,
         work=Work(
             matmuls=(
                 Matmul(share.tokens / along, shape.experts, shape.hidden, wide=True),
@@ -216,8 +219,8 @@ def _experts(share: Share) -> Piece:
             traffic=(NORM + RESIDUAL) * whole
             + ORDERED[share.run.dispatch] * sent_bytes
             + matrices * activated
-            + biased / etp,
-            again=NORM * whole + matrices * activated,
+            + biased,
+            again=NORM * whole + matrices * middle,
             passes=5,
             sent=(*(share.reduced if etp == tp or shape.shared_ffn else ()), *((over_experts,) if ep > 1 else ())),
         ),

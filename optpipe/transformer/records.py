@@ -57,6 +57,16 @@ class StateSpace(Record):
     state: Size
     kernel: Size = 4
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.heads % self.groups:
+            raise ValueError(f"groups = {self.groups}: must divide heads = {self.heads}")
+        return self
+
+    def is_divided_by(self, tp: int) -> bool:
+        """Whether so many GPUs have as many heads each, and whole groups or a copy of one."""
+        return self.heads % tp == 0 and 0 in (self.groups % tp, tp % self.groups)
+
 
 class ModuleNames(Record):
     """What a model calls its modules: those of the first stage, a layer without its number, those of the last stage,
@@ -142,8 +152,10 @@ class Transformer(Document):
             raise ValueError("kv_latent = 0: then query_latent, rope_size and value_size are 0, too")
         if self.experts and not (self.expert_ffn and 1 <= self.experts_per_token <= self.experts):
             raise ValueError(f"experts = {self.experts}: needs expert_ffn, and experts_per_token of at most as many")
-        if not self.experts and (self.experts_per_token or self.expert_ffn or self.shared_ffn):
-            raise ValueError("experts = 0: then experts_per_token, expert_ffn and shared_ffn are 0, too")
+        if not self.experts and (self.experts_per_token or self.expert_ffn or self.shared_ffn or self.expert_latent):
+            raise ValueError("experts = 0: then experts_per_token, expert_ffn, shared_ffn and expert_latent are 0, too")
+        if self.kv_latent and self.attention_gate:
+            raise ValueError(f"attention_gate = true: expected false with kv_latent = {self.kv_latent}")
         if self.full_layers and not (self.window and max(self.full_layers) < self.layers):
             raise ValueError(f"full_layers = {list(self.full_layers)}: needs a window, and numbers below {self.layers}")
         if self.parts and len(self.parts) != self.layers:
@@ -151,6 +163,8 @@ class Transformer(Document):
         for letter, of in (("M", self.state_space), ("E", self.experts)):
             if not of and any(letter in parts for parts in self.parts):
                 raise ValueError(f"parts has {letter}: needs {'state_space' if letter == 'M' else 'experts'}")
+        if self.state_space and not any("M" in parts for parts in self.parts):
+            raise ValueError("parts has no M: then state_space is left out")
         return self
 
     @property
@@ -302,7 +316,7 @@ class RunOptions(Document):
         Tokens of a sequence. Default: the preset's.
     precision
         bf16, fp8 (a scale a tensor), mxfp8 (a scale for 32 numbers), nvfp4 (4 bits, a scale for 16) or fp32. Only
-        layers' matmuls have 8 or 4 bits; weights, activations and the head have 16.
+        layers' matmuls have 8 or 4 bits; weights, activations, routers and the head have 16.
     attention
         flash or unfused.
     fused

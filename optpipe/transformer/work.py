@@ -144,8 +144,11 @@ class Piece:
     def saved_for_weight_bytes(self) -> float:
         """What stays from B until W: matmuls' operands, computed again if need be, and their outputs' gradients.
 
-        32·b·s·h of a layer whose MLP has the width 4h (Zero Bubble, Qi et al. 2023, Table 2).
+        32·b·s·h of a layer whose MLP has the width 4h (Zero Bubble, Qi et al. 2023, Table 2). Nothing if no weight is
+        trained.
         """
+        if self.trained == 0:
+            return 0.0
         return sum(tensor.bytes for tensor in self.saved if tensor.operand) + self.gradients
 
     @property

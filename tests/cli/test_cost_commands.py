@@ -62,6 +62,15 @@ def test_it_takes_files_of_models_and_gpus(run: Run, tmp_path: Path):
     assert error == "error: sequence is missing: the model has none; give its tokens, such as --sequence 4096\n"
 
 
+def test_it_says_what_is_counted_beside_a_usual_model(run: Run):
+    _, out, _ = run("model", "nemotron-3-nano", "--pp", "4", "--ep", "8", "--dp", "8", "--mtp", "1", "--fused-experts")
+    assert "counted: layers 23 M, 23 E, 6 * (M a state space, * attention, - an MLP, E experts); modules" in out
+    assert "token each, with a layer and the head: 1; one kernel for all experts" in out
+    _, out, _ = run("model", "llama-3-8b", "--tp", "8", "--lora", "16", "--head-parts", "2")
+    assert "counted: adapters of rank 16, which alone are trained; the head in 2 parts, which only OptPipe" in out
+    assert "counted" not in run("model", *LLAMA)[1]
+
+
 def test_what_does_not_fit_is_shown_by_device_before_the_error(run: Run):
     _, out, error = run("model", "gpt-3-175b", "--pp", "4", "--tp", "8")
     assert "-19.14" in out

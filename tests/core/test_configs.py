@@ -57,6 +57,15 @@ NEMOTRON_CONFIG: dict[str, Any] = json.loads("""{
     "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128, "num_experts_per_tok": 6,
     "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "vocab_size": 131072
 }""") | {"layers_block_type": [KINDS[each] for each in NEMOTRON.parts]}
+SUPER_CONFIG = (
+    NEMOTRON_CONFIG
+    | json.loads("""{
+    "hidden_size": 4096, "num_hidden_layers": 88, "intermediate_size": 2688, "moe_intermediate_size": 2688,
+    "moe_shared_expert_intermediate_size": 5376, "n_routed_experts": 512, "num_experts_per_tok": 22,
+    "moe_latent_size": 1024, "mamba_num_heads": 128
+}""")
+    | {"layers_block_type": [KINDS[each] for each in MODELS["nemotron-3-super"].parts]}
+)
 GRANITE_CONFIG: dict[str, Any] = json.loads("""{
     "model_type": "granitemoehybrid", "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32,
     "num_key_value_heads": 8, "num_local_experts": 72, "num_experts_per_tok": 10, "intermediate_size": 768,
@@ -71,6 +80,7 @@ GRANITE_CONFIG: dict[str, Any] = json.loads("""{
         (LLAMA_CONFIG, "llama-2-70b"),
         (LATENT_CONFIG, "deepseek-v3"),
         (NEMOTRON_CONFIG, "nemotron-3-nano"),
+        (SUPER_CONFIG, "nemotron-3-super"),
         (GRANITE_CONFIG, "granite-4-h-small"),
         ({"model_type": "qwen3_next"}, "qwen3-next-80b-a3b"),
     ],
@@ -88,6 +98,10 @@ def test_layers_with_experts_of_a_config():
     assert [experts.parts_of(i) for i in range(4)] == ["*-", "*E", "*-", "*E"]
     assert read(json.dumps(MOE_CONFIG | {"mlp_only_layers": [1]})).parts[:4] == ("*-", "*-", "*-", "*E")
     assert (experts.experts, experts.experts_per_token, experts.expert_ffn) == (64, 4, 768)
+    without = read(
+        json.dumps(GRANITE_CONFIG | {"num_local_experts": 0, "num_experts_per_tok": 0})
+    )  # as Granite 4 Micro
+    assert (set(without.parts), without.ffn, without.gated) == ({"M-", "*-"}, 1536, True)
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,13 @@ def test_layers_add_up_to_their_stage_in_all_bytes() -> None:
     assert megatron.layer_counts(placed.replace(stages=[fewer, last], stack="torch")) == [4, 2]
 
 
+def test_parts_of_a_head_are_no_layers() -> None:
+    again = LAYER | {"recompute_ms": 1.0, "checkpoint_bytes": 0}
+    row = problems.pipeline(2, 4, 10**9, problems.stage(), layers=[EMBEDDING, *[again] * 2, HEAD, HEAD])
+    with pytest.raises(InputError, match=r"layers\[3\] cannot be computed again, others can"):
+        export_schedule(generate("1f1b", Placement(chunks=1, layers=(2, 3)).apply(row)), "megatron")
+
+
 def refusal(schedule: Schedule) -> str:
     with pytest.raises(InputError) as refused:
         export_schedule(schedule, "megatron")

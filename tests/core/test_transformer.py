@@ -18,6 +18,7 @@ from optpipe.transformer.work import Collective, Matmul, Piece
 from optpipe_solver import systems
 
 GPT = Transformer(layers=4, hidden=1024, ffn=4096, heads=16, vocabulary=50000, sequence=512, dropout=True)
+MIXER = {"kind": "mamba", "heads": 8, "head_size": 16, "groups": 1, "state": 16}
 
 
 def made(shape: Transformer = GPT, division: dict[str, Any] | None = None, gpu: str = "H100", **run: Any) -> Estimate:
@@ -404,8 +405,18 @@ def test_a_module_that_predicts_a_further_token_is_a_layer_a_projection_and_the_
     assert even_layers(61, 32, mtp=1) == (1, *[2] * 30, 0)  # Et|(tt|)*30mL
     assert further.cuts == (5, *[4] * 14, 2)  # Megatron-Bridge's Et*4|(t*4|)*14tmL, embedding and head counted
     assert plain.cuts[-1] == 4
-    copied = further.pieces[-1].weights - made(model, {"ep": 8, "dp": 8}, mtp=1).pieces[-1].weights
-    assert copied == model.embedding_matrix
+
+
+@pytest.mark.parametrize(("tied", "pp", "shape"), list(product((False, True), (1, 2), ("looped", "v"))))
+def test_modules_that_predict_have_the_embedding_where_their_device_has_it_not(tied, pp, shape):
+    """Also where a plan takes the pieces of another division."""
+    model = MODELS["llama-3-8b"].model_copy(update={"tied": tied})
+    division = Parallelism(pp=pp, shape=shape, chunks=2 if shape == "v" else 1)
+    here = estimate(model, division, GPUS["B300"], Run(microbatches=8, mtp=1))
+    held = sum(device.weights for device in here.devices) / 2 - here.parameters
+    assert held == (model.embedding_matrix if pp == 2 and shape == "looped" else 0)
+    other = estimate(model, Parallelism(pp=4), GPUS["B300"], here.run).divided(division, here.run)
+    assert other.devices == here.devices
 
 
 @pytest.mark.parametrize(("name", "layer", "chunk"), [("nemotron-3-nano", 1, 128), ("qwen3-next-80b-a3b", 1, 64)])
@@ -429,6 +440,14 @@ def test_a_state_space_scans_a_sequence_in_chunks(name, layer, chunk):
     assert divided.work.scans == pytest.approx(piece.work.scans / 2)
     with pytest.raises(InputError, match="cp = 2: expected 1, as a state that passes from token to token"):
         made(model, {"cp": 2}, sequence=tokens)
+    for heads, groups in ((8, 1), (24, 6), (24, 12)):  # of 16 GPUs each would have half a head, or 1 1/2
+        other = model.model_copy(update={"state_space": mixer.model_copy(update={"heads": heads, "groups": groups})})
+        with pytest.raises(InputError, match=f"tp = 16: must divide the {heads} heads of the state space"):
+            made(other, {"tp": 16})
+    six = model.model_copy(update={"state_space": mixer.model_copy(update={"heads": 48, "groups": 6})})
+    with pytest.raises(InputError, match=r"tp = 4: must divide .* and divide its 6 groups or be a multiple of them"):
+        made(six, {"tp": 4})
+    assert made(six, {"tp": 2}).pieces[layer].work.scans < made(six).pieces[layer].work.scans
 
 
 def test_experts_of_a_latent_width_are_sent_and_computed_in_it():
@@ -437,6 +456,9 @@ def test_experts_of_a_latent_width_are_sent_and_computed_in_it():
     expert = made(model, {"ep": 8, "dp": 8}).pieces[2]
     assert made(model).parameters == pytest.approx(120.67e9, rel=1e-3)
     assert expert.expert_weights == 512 / 8 * 2 * 1024 * 2688
+    tokens = 8192
+    outputs = 2 * tokens * (model.experts_per_token * (2688 + 1024) + 5376 + 1024 + 4096)
+    assert expert.gradients == outputs  # of experts, the shared one, and the ways to and from the latent width
     wide = made(model.model_copy(update={"expert_latent": 0}), {"ep": 8, "dp": 8}).pieces[2]
     assert wide.expert_weights == 4 * expert.expert_weights
     (sent,) = expert.work.sent
@@ -450,6 +472,10 @@ def test_experts_of_a_latent_width_are_sent_and_computed_in_it():
         ({"parts": "M-"}, "parts has M: needs state_space"),
         ({"parts": "*E *-"}, "parts has E: needs experts"),
         ({"parts": ["*M", "*-"]}, "parts"),
+        ({"state_space": MIXER}, "parts has no M: then state_space is left out"),
+        ({"parts": "M-", "state_space": MIXER | {"groups": 3}}, "groups = 3: must divide heads = 8"),
+        ({"expert_latent": 64}, "experts = 0: then .* expert_latent are 0, too"),
+        ({"kv_latent": 64, "head_size": 64, "value_size": 64, "attention_gate": True}, "expected false with kv_latent"),
     ],
 )
 def test_wrong_parts_of_layers_are_refused(change, message):
@@ -488,7 +514,15 @@ def test_adapters_alone_have_gradients_and_an_optimizer(rank, tp):
     assert adapted.devices[0].weights == pytest.approx(whole.devices[0].weights + 2 * trained, abs=4)
     assert adapted.layers[1].backward_weight_ms < whole.layers[1].backward_weight_ms
     assert adapted.layers[1].backward_input_ms > whole.layers[1].backward_input_ms
-    assert adapted.layers[-1].backward_weight_ms == 0
+    assert (adapted.layers[-1].backward_weight_ms, adapted.layers[-1].saved_for_weight_bytes) == (0, 0)
+    one, other = (sum(each.work.matmul for each in e.pieces) for e in (whole, adapted))
+    assert adapted.model_flops == pytest.approx(whole.model_flops + tp * (3 * (other - one) - one))
+    plain, reduced, fused = (
+        made(model, {"tp": tp, "dp": 2, "zero": zero}, lora=rank, fused_gradients=each).devices[0].workspace
+        for zero, each in ((1, False), (2, False), (1, True))
+    )
+    assert reduced - plain == pytest.approx(4 * rank * sum(widths), abs=2)
+    assert fused - plain == pytest.approx(2 * rank * sum(widths), abs=2)
     with pytest.raises(InputError, match="lora = 8: adapters of models with experts are not modelled"):
         made(MODELS["mixtral-8x7b"], lora=8)
 
@@ -500,11 +534,14 @@ def test_experts_biases_are_passes_and_one_kernel_leaves_out_those_of_activation
     traffic = [made(each).pieces[1].work.traffic for each in (model, unbiased)]
     sent = 4 * model.experts_per_token * 4096  # bytes of a number of each token: two, and of each expert
     assert traffic[0] - traffic[1] == 4 * sent / 2 * 3 * 2880
+    halves = [made(each, {"tp": 2}).pieces[1].work.traffic for each in (model, unbiased)]
+    assert halves[0] - halves[1] == 4 * sent / 2 * 2 * 2880  # one half of the way up, all of the way down
     assert made(model).parameters == pytest.approx(116.83e9, rel=1e-3)
     runs = [made(unbiased, gpu="B200", precision="mxfp8", fused_experts=fused).clock for fused in (False, True)]
     plain, fused = (made(unbiased, gpu="B200", precision="mxfp8", fused_experts=each) for each in (False, True))
     assert plain.pieces[1].work.traffic - fused.pieces[1].work.traffic == 3 * sent / 2 * 2880
     assert runs[1].forward(fused.pieces[1]).matmuls < runs[0].forward(plain.pieces[1]).matmuls
+    assert fused.pieces[1].work.again == plain.pieces[1].work.again  # what is computed again is a pass of its own
 
 
 def test_buffers_of_all_messages_are_counted_where_they_stay():

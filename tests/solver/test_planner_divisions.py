@@ -10,7 +10,7 @@ from optpipe import InputError
 from optpipe.formats.modules import AUTOMODEL
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
-from optpipe.transformer.records import Parallelism, Run
+from optpipe.transformer.records import Parallelism, Run, StateSpace
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.candidates import candidates
@@ -167,6 +167,20 @@ def test_a_hybrid_is_not_planned_for_megatron() -> None:
     with pytest.raises(InputError, match="model = a hybrid: expected another stack than megatron"):
         question(model=MODELS["nemotron-3-nano"], stack="megatron")
     assert candidates(question(9 * RESERVED, model=MODELS["nemotron-3-nano"], stack="torch", gpu=GPUS["B200"]))
+
+
+def test_tensor_parallelism_divides_a_state_space() -> None:
+    mixer = StateSpace(kind="mamba", heads=3, head_size=128, groups=1, state=16)
+    model = SMALL.model_copy(update={"state_space": mixer, "parts": ("M-",) * 5 + ("*-",)})
+    assert {c.estimate.parallelism.tp for c in candidates(question(9 * RESERVED))} == {1, 2}
+    assert {c.estimate.parallelism.tp for c in candidates(question(9 * RESERVED, model=model))} == {1}
+
+
+def test_a_candidate_holds_what_its_own_estimate_says() -> None:
+    """Whichever division its pieces were computed for."""
+    for candidate in candidates(question(9 * RESERVED, run=Run(microbatches=1, mtp=1))):
+        own = candidate.estimate
+        assert own.devices == estimate(own.shape, own.parallelism, own.gpu, own.run).devices
 
 
 def test_automodel_is_not_given_names_that_its_pipelines_do_not_know() -> None:

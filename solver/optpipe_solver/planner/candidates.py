@@ -193,6 +193,8 @@ def _divisions(question: Question) -> Iterator[Parallelism]:
     can_divide = question.run.attention == "flash" and sequence % 2 == 0 and model.state_space is None
     halves = sequence // 2 if can_divide else 1
     for tp in (tp for tp in _divisors(gcd(question.gpus, model.heads)) if gpu.gpus_per_node % tp == 0):
+        if model.state_space and not model.state_space.is_divided_by(tp):
+            continue
         for cp in _divisors(gcd(question.gpus // tp, halves)):
             if question.stack != "optpipe" and sequence % (tp * (2 * cp if cp > 1 else 1)):
                 continue
