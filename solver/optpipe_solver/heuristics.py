@@ -1,7 +1,7 @@
 """Heuristics: a schedule in milliseconds, for every problem, then better and better ones.
 
 `adaoffload` searches among the rules of the core's list scheduler, in plain Python, so that nothing waits for a
-compiler. `naive` fits wherever any schedule does.
+compiler. `naive` fits where any schedule without evictions does.
 """
 
 from __future__ import annotations

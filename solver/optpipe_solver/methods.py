@@ -12,7 +12,7 @@ MILP = "milp"
 RELAX = "relax"  # proves bounds, and finds no schedules
 ENGINES = ("dispatch", "lns", "cpsat", MILP, RELAX)
 EXHAUSTIVE = (MILP,)
-HEURISTICS = ("naive", "adaoffload")  # each fits wherever any schedule does; the most promising last
+HEURISTICS = ("naive", "adaoffload")  # each fits where any schedule without evictions does; the best last
 METHODS = ("auto", *HEURISTICS, *ENGINES)
 OWN = ("auto", *ENGINES, "adaoffload", "algorithm-1")
 
