@@ -150,7 +150,7 @@ def counted(estimate: Estimate) -> Iterator[str]:
         yield f"adapters of rank {run.lora}, which alone are trained"
     if head_parts > 1:
         yield f"the head in {head_parts} parts, which only OptPipe's runtime has"
-    if run.fused_experts:
+    if run.fused_experts and shape.experts:
         yield "one kernel for all experts"
 
 

@@ -264,7 +264,7 @@ class Parallelism(Document):
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)] = 1
     shape: Literal["looped", "v"] = "looped"
     layers: Annotated[Items[Count], BeforeValidator(_counts), Field(min_length=1, max_length=4096)] | None = None
-    head_parts: Degree = 1
+    head_parts: Annotated[int, Field(strict=True, ge=1, le=64)] = 1  # layers of a problem are at most 4096
     sequence_parallel: bool = True
 
     @model_validator(mode="after")

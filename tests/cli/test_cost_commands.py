@@ -68,7 +68,9 @@ def test_it_says_what_is_counted_beside_a_usual_model(run: Run):
     assert "token each, with a layer and the head: 1; one kernel for all experts" in out
     _, out, _ = run("model", "llama-3-8b", "--tp", "8", "--lora", "16", "--head-parts", "2")
     assert "counted: adapters of rank 16, which alone are trained; the head in 2 parts, which only OptPipe" in out
-    assert "counted" not in run("model", *LLAMA)[1]
+    assert "counted" not in run("model", *LLAMA, "--fused-experts")[1]
+    _, _, error = run("model", "llama-3-8b", "--head-parts", "4096")
+    assert error.startswith("error: --head-parts = '4096': input should be less than or equal to 64")
 
 
 def test_what_does_not_fit_is_shown_by_device_before_the_error(run: Run):
