@@ -15,7 +15,7 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Ready, Request
 from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit, Incumbents
-from optpipe_solver.schedule_facts import follows_rules
+from optpipe_solver.schedule_facts import is_modelled
 
 METHOD = "dispatch"
 MOST_THREADS: int | None = 1
@@ -41,7 +41,7 @@ def run(request: Request, emit: Emit) -> float | None:
     simulator = Simulator(request.problem)
     compile_descents(simulator)
     emit(Ready())
-    incumbents = Incumbents.of_engine(request, emit, known=follows_rules)
+    incumbents = Incumbents.of_engine(request, emit, known=is_modelled)
     clock = Clock(request.time_limit_s, counts=True, wall_s=inf)
     simulated = 0
     shortest_ms = NO_SCHEDULE_MS  # by rules

@@ -15,6 +15,7 @@ from optpipe.model.records import EachMs, each_microbatch
 
 COMPUTE_MS = ("forward_ms", "backward_input_ms", "backward_weight_ms", "recompute_ms")
 TRANSFER_MS = ("offload_ms", "reload_ms")  # of all parts together
+EVICTION_MS = ("evict_ms", "load_ms")
 
 
 def exact(ms: float) -> Fraction:
@@ -31,10 +32,10 @@ def with_times(problem: Problem, change: Callable[[Fraction, bool], float]) -> P
         return each
 
     def costs_changed(costs: Any, parts: int) -> dict[str, Any]:
-        times = {name: ms for name in (*COMPUTE_MS, *TRANSFER_MS) if (ms := getattr(costs, name, None)) is not None}
-        return {
-            name: changed(ms, computes=True) if name in COMPUTE_MS else changed(ms, parts) for name, ms in times.items()
-        }
+        of_parts = dict.fromkeys(TRANSFER_MS, parts)
+        names = (*COMPUTE_MS, *TRANSFER_MS, *EVICTION_MS)
+        times = {name: ms for name in names if (ms := getattr(costs, name, None)) is not None}
+        return {name: changed(ms, of_parts.get(name, 1), name in COMPUTE_MS) for name, ms in times.items()}
 
     stages = []
     for stage in problem.stages:
@@ -67,5 +68,5 @@ def serial_ms(problem: Problem) -> float:
     longer."""
     costs, levels = problem.costs, problem.costs.levels
     part_ms = costs.ms[[Kind.O, Kind.R]].sum(axis=0) + (levels.offload_ms + levels.reload_ms).sum(axis=0)
-    compute_ms = costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0) + levels.recompute_ms.sum(axis=0)
+    compute_ms = costs.ms[[Kind.F, Kind.B, Kind.W, Kind.E, Kind.L]].sum(axis=0) + levels.recompute_ms.sum(axis=0)
     return float((compute_ms + part_ms * costs.parts[:, None] + costs.message_ms.sum(axis=0)).sum())

@@ -11,31 +11,21 @@ from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.objective import Objective
 from optpipe.evaluate.timeline import Timeline
 from optpipe.model.arrays import Flags, Floats
-from optpipe.model.ops import COMPUTE, Kind
+from optpipe.model.ops import COMPUTE, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.methods import ENGINES
 
-KNOWN = (*COMPUTE, Kind.O, Kind.D, Kind.R)
-EVICTIONS = (Kind.E, Kind.L, Kind.A, Kind.V)
+
+def has_only_known_ops(schedule: Schedule) -> bool:
+    """Whether the engines' models know all of the schedule's kinds of ops: no optimizer on the host."""
+    return not any(of_kinds(program.table, *OPTIMIZER).any() for program in schedule.programs)
 
 
-def has_only_known_ops(schedule: Schedule, *further: Kind) -> bool:
-    """Whether the engines' models know all of the schedule's kinds of ops but `further` ones: no evictions, no
-    optimizer on the host."""
-    return all(bool(of_kinds(program.table, *KNOWN, *further).all()) for program in schedule.programs)
-
-
-def is_modelled(schedule: Schedule, *further: Kind) -> bool:
-    """Whether engines' models know all its ops but `further` ones, and none of them run in pairs."""
-    joined = any(program.table[:, JOINED].any() for program in schedule.programs)
-    return has_only_known_ops(schedule, *further) and not joined
-
-
-def follows_rules(schedule: Schedule) -> bool:
-    """Whether the list scheduler, which evicts, makes all kinds of its ops."""
-    return is_modelled(schedule, *EVICTIONS)
+def is_modelled(schedule: Schedule) -> bool:
+    """Whether the engines' models know all its ops, and none of them run in pairs."""
+    return has_only_known_ops(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)
 
 
 def is_listed(schedule: Schedule) -> bool:

@@ -13,10 +13,12 @@ from support.examples import examples
 from support.oracles.bounds import cpsat_frames, read_frames
 from support.oracles.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_all, length, problem_of, stage
 from support.problems.small import problems_of_every_sort
+from support.problems.strategies import problems_with_schedules
 
 from optpipe import Kind, Op, Problem, Schedule, Stage, check
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift
+from optpipe.model.ops import MARKS, TRANSFERS
 from optpipe.model.records import each_microbatch
 from optpipe.process.protocol import Bound, Frame, Programs, Ready
 from optpipe_solver.bounds import memory_bound, trivial_bound
@@ -77,7 +79,18 @@ def test_every_incumbent_holds_and_no_bound_is_above_it(problem: Problem, object
 def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, data: st.DataObject) -> None:
     """Whatever stands in it: recompute, parts, BW, copies in host memory, several routes."""
     name = data.draw(st.sampled_from(["adaoffload", "naive"]))
-    schedule = split_dispensable(next(STREAMS[name](problem, "makespan")))
+    keeps_what_is_outside(problem, next(STREAMS[name](problem, "makespan")), data)
+
+
+@settings(max_examples=examples(60))
+@given(pair=problems_with_schedules(beyond=True), data=st.data())
+def test_a_window_may_have_evictions(pair: tuple[Problem, Schedule], data: st.DataObject) -> None:
+    keeps_what_is_outside(*pair, data)
+
+
+def keeps_what_is_outside(problem: Problem, schedule: Schedule, data: st.DataObject) -> None:
+    """Solves a window of the schedule."""
+    schedule = split_dispensable(schedule)
     grid, everywhere = Grid.for_problem(problem), frozenset(range(len(problem.devices)))
     if check(problem, schedule) or not is_expressible(schedule):
         return
@@ -94,13 +107,15 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
     assert answer.value <= incumbent.end * (1 + (model.objective is not model.end) * len(model.variables.device_end))
     for x, at in incumbent.start.items():
         is_half = (x.stage, x.microbatch) in incumbent.fused and x.kind in (Kind.B, Kind.W)
-        assert at >= begin or x.kind == Kind.D or is_half or answer.starts[x] == at
+        parts = problem.stages[x.stage].offload_parts if x.kind in TRANSFERS else 0
+        named = x._replace(part=max(0, x.part) % parts) if parts else x
+        assert at >= begin or x.kind in MARKS or is_half or answer.starts[named] == at
     better = lift(problem, grid.starts_ms(answer.starts))
     assert check(problem, better) == []
     assert better.makespan_ms <= min(grid.ms(answer.value), grid.ms(incumbent.end)) + 1e-6
     for d in everywhere - (everywhere if devices is None else devices):  # a device that is not free keeps its order
         before, after = (
-            [text for text in each.programs[d].texts() if not set(text) & set("ODR")] for each in (schedule, better)
+            [text for text in each.programs[d].texts() if not set(text) & set("ODRELAV")] for each in (schedule, better)
         )
         assert after == before
 

@@ -1,5 +1,5 @@
-"""Evictions to peers, of engines only `dispatch` makes them, and optimizers on the host, which none makes: nothing of
-the solver or the cache breaks them, forgets them or claims what they disprove."""
+"""Evictions to peers, which `milp` does not make, and optimizers on the host, which no engine makes: nothing of the
+solver or the cache breaks them, forgets them or claims what they disprove."""
 
 from itertools import islice
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from support.examples import examples
-from support.frames import bounds, notes, schedules
-from support.oracles.bounds import bounds_of
+from support.frames import bounds, schedules
+from support.oracles.bounds import bounds_of, cpsat_finds
 from support.oracles.enumeration import TooManyError, best_of_all
 from support.problems import with_budgets
 from support.problems.small import evicting_and_tiny
@@ -20,16 +20,20 @@ from optpipe import Kind, Problem, Schedule, Stage, check, simulate
 from optpipe.dispatch.descents import descents
 from optpipe.dispatch.simulate import Simulator
 from optpipe.evaluate.objective import length_ms
-from optpipe.lift import prune
+from optpipe.lift import lift, prune
 from optpipe.process.protocol import Infeasible, Programs, Request
 from optpipe.reuse import repair
 from optpipe_cache import Cache, features
 from optpipe_cache.features import structure
-from optpipe_solver import cpsat, dispatch, milp
+from optpipe_solver import dispatch, milp
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.bounds.problem_facts import without_evictions
-from optpipe_solver.cpsat.grid import is_expressible
+from optpipe_solver.clock import Clock
+from optpipe_solver.cpsat.grid import Grid, is_expressible, place_on_grid, split_dispensable
+from optpipe_solver.cpsat.model import WindowModel
+from optpipe_solver.cpsat.variables import Window
+from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.portfolio import PlacementSearch, Portfolio
 from optpipe_solver.schedule_facts import allocation_times, has_only_known_ops, tails
 from optpipe_solver.systems import generate
@@ -60,7 +64,7 @@ def test_what_works_on_schedules_keeps_them_valid(pair):
         assert max(tails(schedule)) == pytest.approx(schedule.makespan_ms)
     assert (allocation_times(schedule.timeline) <= schedule.timeline.start).all()
     assert has_only_known_ops(schedule) == (
-        not any(op.kind.name in "ELAVGUP" for program in schedule.programs for op in program.ops())
+        not any(op.kind.name in "GUP" for program in schedule.programs for op in program.ops())
     )
     assert has_only_known_ops(schedule) or not is_expressible(schedule)
 
@@ -73,14 +77,24 @@ def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
     assert memory_bound(plain) == 10.0  # one micro-batch at a time
     assert memory_bound(problem) <= schedule.makespan_ms == 9.5
     assert infeasibility(problem) is None
-    assert cpsat.unsupported(problem) == "the model has no evictions"
     assert milp.unsupported(problem) == "the model has no evictions"
 
 
-def test_an_engine_asked_for_by_name_says_that_it_makes_none():
-    frames = []
-    assert Portfolio(Request(problem=paired(ACTIVATION), method="lns"), frames.append).supports("lns")
-    assert notes(frames) == ["lns makes no evictions: some heuristics and published schedules do"]
+def test_cp_sat_evicts_where_that_pays():
+    """It begins with one micro-batch at a time."""
+    problem, clock = paired(ACTIVATION), Clock(60.0, counts=True)
+    plain = with_budgets(units(2, 2), [ACTIVATION, 3 * ACTIVATION])
+    for each, shortest_ms in ((plain, 10.0), (problem, 7.25)):
+        assert best_of_all(each, "makespan")[0] == shortest_ms
+        grid, start = Grid.for_problem(each), next(STREAMS["naive"](each, "makespan"))
+        incumbent = place_on_grid(grid, split_dispensable(start))
+        answer = WindowModel(grid, incumbent, Window.of_all(incumbent), in_order=False).solve(clock, 1, 0)
+        assert answer.proven
+        assert grid.ms(answer.value) == shortest_ms
+        found = lift(each, grid.starts_ms(answer.starts))
+        assert check(each, found) == []
+        assert found.makespan_ms == shortest_ms
+        assert any(op.kind is Kind.E for op in answer.starts) == (each is problem)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -96,6 +110,10 @@ def test_no_bound_is_above_the_best_schedule_with_evictions_and_none_that_is_lis
         if schedule := simulator.schedule(step.rules, "dispatch", step.listed):
             assert check(problem, schedule) == []
             assert length_ms(schedule, objective) >= best_ms - 1e-6
+    found, bound_ms = cpsat_finds(problem, objective, 5.0)
+    assert bound_ms <= best_ms + 1e-6
+    assert all(check(problem, schedule) == [] for schedule in found)
+    assert length_ms(found[-1], objective) == pytest.approx(best_ms)
 
 
 def test_a_bound_counts_the_room_on_the_peer_and_the_link():

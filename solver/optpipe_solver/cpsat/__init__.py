@@ -18,8 +18,7 @@ def unsupported(problem: Problem) -> str | None:
     forwards = sum(len(problem.route(j)) for j in range(problem.microbatches))
     if forwards > MOST_FORWARDS:
         return f"the problem has {forwards} forwards, and this engine takes {MOST_FORWARDS} at most"
-    # A proof would have to consider evictions.
-    return "the model has no evictions" if problem.costs.can_evict.any() else None
+    return None
 
 
 def run(request: Request, emit: Callable[[Frame], None]) -> None:

@@ -15,11 +15,12 @@ import numpy as np
 
 from optpipe.evaluate.effects import Effects, Holding
 from optpipe.evaluate.objective import Objective
-from optpipe.model.arrays import NONE, Flags
+from optpipe.model.arrays import NONE, Flags, Table
 from optpipe.model.costs import FORWARDS, GRADIENTS
 from optpipe.model.ops import COMPUTE, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.program import PART
+from optpipe.model.program import MICROBATCH, PART, STAGE
+from optpipe.model.rules import EVICTED
 from optpipe.schedule import Schedule
 from optpipe_solver.exact import common_step_ms, exact, serial_ms, with_times
 from optpipe_solver.heuristics import generate
@@ -42,6 +43,13 @@ LONGEST = 2**40
 # Grains of the roomiest device before sizes are rounded.
 FULL = 100_000
 BACKWARDS = ((Kind.B, Kind.W), (Kind.BW,))
+# The part of what is evicted, a part of the level `EVICTED`: of E, D and L on its device, of A and V on the peer.
+AT_PEER = -1
+
+
+def moves(part: int) -> tuple[Kind, Kind, Kind]:
+    """What takes a part away, frees it and brings it back."""
+    return (Kind.E, Kind.D, Kind.L) if part == AT_PEER else (Kind.O, Kind.D, Kind.R)
 
 
 @dataclass(frozen=True)
@@ -111,15 +119,15 @@ class Grid:
         return {kind: ms.tolist() for kind, ms in ticks.items()}
 
     def duration(self, op: Op) -> int:
-        """Ticks of an F, B, W, C, O or R."""
+        """Ticks of an F, B, W, C, O, R, E or L."""
         level = op.part if op.kind == Kind.C else self.level_of_part(op.stage, op.part)
-        ticks = self._ticks[op.kind] if level == NONE else self._level_ticks[op.kind][level]
+        ticks = self._ticks[op.kind] if level < 0 else self._level_ticks[op.kind][level]
         return round(ticks[op.stage][op.microbatch])
 
     def level_of_part(self, stage: int, part: int) -> int:
-        """The level of whose checkpoint this is a part, `NONE` for a part of the activation: the parts of checkpoints
-        are numbered after those of the activation, level after level."""
-        return part // self.problem.stages[stage].offload_parts - 1
+        """The level of whose checkpoint this is a part, `NONE` for a part of the activation, `EVICTED` for what is
+        evicted: the parts of checkpoints are numbered after those of the activation, level after level."""
+        return EVICTED if part == AT_PEER else part // self.problem.stages[stage].offload_parts - 1
 
     @cached_property
     def serial(self) -> int:
@@ -162,7 +170,7 @@ class Grid:
             for each in self._effects.holdings(s, j, Kind.F, Kind.C, *kinds, level=level)
         )
         parts = (each[:, examples].ravel().tolist() for each in (self._effects.parts, *self._effects.parts_by_level))
-        return gcd(*holdings, *chain(*parts))
+        return gcd(*holdings, *chain(*parts), *self.problem.costs.evict[:, examples].ravel().tolist())
 
     @cached_property
     def _roomiest(self) -> int:
@@ -187,10 +195,12 @@ class Grid:
             if level.can_offload:
                 leaving[(1 + k) * n] = effects.parts_by_level[k]
         each = {first: nbytes[s, j, :n].tolist() for first, nbytes in leaving.items()}
+        each |= {AT_PEER: [int(self.problem.costs.evict[s, j])]} if stage.can_evict else {}
         return {first + p: self._grains(size) for first, sizes in each.items() for p, size in enumerate(sizes)}
 
     def parts(self, stage: int, microbatch: int) -> dict[int, int]:
-        """The grains of each part of an activation that can leave, or of its checkpoints (`level_of_part`)."""
+        """The grains of each part of an activation that can leave, or of its checkpoints, or of what can be evicted
+        (`level_of_part`)."""
         return self._parts[stage][int(self.problem.costs.class_of[microbatch])]
 
     def holdings(self, stage: int, microbatch: int, *kinds: Kind, level: int = NONE) -> list[Holding]:
@@ -200,7 +210,7 @@ class Grid:
         off it. All else is rounded on its own, too; what is more is no lower than that.
         """
         activation = self._sum_of_parts(stage, microbatch, NONE)
-        after = dict([self._sum_of_parts(stage, microbatch, level), activation])
+        after = dict([self._sum_of_parts(stage, microbatch, max(level, NONE)), activation])
 
         def grains(size: int) -> int:
             least = max((rounded for held, rounded in after.items() if held < size), default=0)
@@ -211,17 +221,22 @@ class Grid:
 
     def _sum_of_parts(self, stage: int, microbatch: int, level: int) -> tuple[int, int]:
         """The bytes after F, and their grains, each part rounded on its own; of an activation, rounded up, no fewer
-        than those of any of its checkpoints."""
+        than those of any of its checkpoints. What may be evicted can come off the grains of an activation, too."""
         effects = self._effects
         (takes, frees), nbytes = (
             ((effects.takes, effects.frees), effects.parts)
-            if level == NONE
+            if level < 0
             else (effects.by_level[level], effects.parts_by_level[level])
         )
         held = int(takes[Kind.F, stage, microbatch] - frees[Kind.F, stage, microbatch])
         moving = {p: x for p, x in self.parts(stage, microbatch).items() if self.level_of_part(stage, p) == level}
         leaving = int(nbytes[stage, microbatch].sum()) if moving else 0
+        if level == EVICTED:
+            leaving = int(self.problem.costs.evict[stage, microbatch])
         rounded = sum(moving.values()) + self._grains(held - leaving)
+        if level == NONE and self.problem.stages[stage].can_evict:
+            evicted = self._sum_of_parts(stage, microbatch, EVICTED)[1]
+            rounded = min(rounded, evicted) if self.down else max(rounded, evicted)
         if level == NONE and not self.down:
             levels = range(len(self.problem.stages[stage].all_levels))
             rounded = max(rounded, *(self._sum_of_parts(stage, microbatch, k)[1] for k in levels), rounded)
@@ -244,22 +259,29 @@ class Grid:
 
     @cached_property
     def links(self) -> list[tuple[tuple[Kind, ...], list[int]]]:
-        """The transfers that run one at a time: their kinds, and the stages that they are of."""
+        """The transfers that run one at a time: their kinds, and the stages that they are of. To the host, to peers."""
         link = self.problem.costs.link
         users: list[list[int]] = [[] for _ in range(int(link.max()) + 1)]
         for s, stage in enumerate(self.problem.stages):
             if stage.can_offload or stage.can_offload_checkpoints:
                 users[int(link[stage.device])].append(s)
-        together = [(Kind.O, Kind.R)] if self.problem.transfer_mode == "half_duplex" else [(Kind.O,), (Kind.R,)]
-        return [(kinds, stages) for stages in users if stages for kinds in together]
+        together: list[tuple[Kind, ...]] = (
+            [(Kind.O, Kind.R)] if self.problem.transfer_mode == "half_duplex" else [(Kind.O,), (Kind.R,)]
+        )
+        evicting: dict[int, list[int]] = {}
+        for s in np.flatnonzero(self.problem.costs.can_evict).tolist():
+            evicting.setdefault(self.problem.stages[s].device, []).append(s)
+        ways = [(together, stages) for stages in users if stages]
+        ways += [([(Kind.E, Kind.L)], stages) for stages in evicting.values()]
+        return [(kinds, stages) for each, stages in ways for kinds in each]
 
 
 @dataclass(frozen=True)
 class GridSchedule:
     """A schedule on the grid: ticks by op, in the order of the programs. A BW is its B and, right after it, its W."""
 
-    start: dict[Op, int]  # of F, B, W, C, O, D and R; parts are numbered as in the grid (`Grid.level_of_part`)
-    allocation: dict[Op, int]  # when O and R allocate: at their start or, inside a compute op, before that op
+    start: dict[Op, int]  # of all but BW; parts are numbered as in the grid (`Grid.level_of_part`)
+    allocation: dict[Op, int]  # when O, R and L allocate: at their start or, inside a compute op, before that op
     tail: dict[Op, int]  # from an op's start to the schedule's end, if all that must follow it follows at once
     fused: frozenset[tuple[int, int]]  # stage and micro-batch of each BW
     pinned: tuple[int, ...]  # by device the most grains of host memory
@@ -273,11 +295,17 @@ class GridSchedule:
 
 
 def is_expressible(schedule: Schedule) -> bool:
-    """Whether the models have every op of the schedule: no evictions, no optimizers, no pairs, and BW only where it
-    needs less memory than B and W."""
+    """Whether the models have every op of the schedule: no optimizers, no pairs, and BW only where it needs less memory
+    than B and W."""
     rows = schedule.compiled.rows
     dispensable = rows.of_kinds(Kind.BW) & ~needs_fused(schedule.problem)[rows.stage]
     return has_only_known_ops(schedule) and not dispensable.any() and not len(rows.first)
+
+
+def evicts(schedule: Schedule, table: Table) -> Flags:
+    """Which rows of a program's table (n, 5) are of an activation that is evicted."""
+    evicted: Flags = schedule.compiled.index.rows_of(Kind.E)[table[:, STAGE], table[:, MICROBATCH]] >= 0
+    return evicted
 
 
 def split_dispensable(schedule: Schedule) -> Schedule:
@@ -296,6 +324,7 @@ def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makesp
         moved, (1 + schedule.compiled.index.level[rows.stage, rows.microbatch]) * costs.parts[rows.stage], 0
     )
     table[:, PART] += parts
+    table[evicts(schedule, table) & ~rows.of_kinds(*COMPUTE), PART] = AT_PEER
     ops = [Op(Kind(kind), stage, microbatch, part) for kind, stage, microbatch, part, _ in table.tolist()]
     delivery = deliveries(schedule, objective)
     left_of = tails(schedule, delivery)

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
-from optpipe.model.arrays import NONE
 from optpipe.model.ops import COMPUTE, Kind, Op
-from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid import AT_PEER, Grid, moves
 from optpipe_solver.cpsat.variables import Choice, Moment, Window, WindowVariables
 
-F, B, W, BW, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R, Kind.D
+F, B, W, BW, C, O, D, A, V = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.A, Kind.V
 
 
 class Point(NamedTuple):
@@ -51,6 +50,9 @@ def limit_device_memory(v: WindowVariables) -> None:
         held = _Held(v)
         for s, j in v.passes_on(d):
             held.add_activation(s, j)
+        for s, j, p in v.offloaded:
+            if p == AT_PEER and v.peer(s) == d:
+                held.add_room(s, j)
         held.limit_to(v.grid.capacity(d))
 
 
@@ -121,9 +123,9 @@ def _starts_at_once(v: WindowVariables, x: Op, literals: dict[Op, Choice]) -> Ch
             arrival = v.compute_end[before] + v.grid.forward_delay(x.stage, x.microbatch)
             yield arrival, _starts_at_once(v, before, literals)
         for y in v.free:
-            if y != x and v.device(y) == v.device(x) and y.kind in (*COMPUTE, D):
+            if y != x and v.device(y) == v.device(x) and y.kind in (*COMPUTE, D, V):
                 also = _starts_at_once(v, y, literals) if y.kind == F else v.presence(y)
-                yield v.start[y] if y.kind == D else v.compute_end[y], also
+                yield v.compute_end.get(y, v.start[y]), also
 
     holds = []
     for moment, also in reasons():
@@ -143,7 +145,7 @@ def held_between(grid: Grid, stage: int, microbatch: int, level: int, fused: boo
     They add up to those of `Grid.holdings`: what is taken last is freed first, and all is counted anew when the
     input gradient ends. The end of a BW is that of its B.
     """
-    kinds = (F, *((C,) if level != NONE else ()), *((BW,) if fused else (B, W)))
+    kinds = (F, *((C,) if level >= 0 else ()), *((BW,) if fused else (B, W)))
     holdings = grid.holdings(stage, microbatch, *kinds, level=level)
     holding = {(kind, ended): grains for kind, ended, grains in holdings}
     amounts: Counter[Between] = Counter()
@@ -212,17 +214,22 @@ class _Held:
     def add_copies(self, s: int, j: int) -> None:
         """Parts in host memory, from O to the end of B."""
         for p, size in self._v.grid.parts(s, j).items():
-            if (s, j, p) in self._v.offloaded:
+            if p != AT_PEER and (s, j, p) in self._v.offloaded:
                 begin, end = self._allocation(Op(O, s, j, p)), self._end(self._v.backward(s, j))
                 self._add(begin, end, size, self._v.offloaded[s, j, p])
 
+    def add_room(self, s: int, j: int) -> None:
+        """What is evicted from another device, from A to V."""
+        begin, end = (self._start(Op(kind, s, j, AT_PEER)) for kind in (A, V))
+        self._add(begin, end, self._v.grid.parts(s, j)[AT_PEER], self._v.offloaded[s, j, AT_PEER])
+
     def _add_part(self, s: int, j: int, p: int, size: int, level: int) -> None:
-        """A part that may leave: from F to D and from R to B or, if it stays, from F to B. There is such a part only
-        with the choice `level`: of a checkpoint its level, of an activation that is not recomputed `NONE`."""
+        """A part that may leave: from F to D and from R or L to B or, if it stays, from F to B. There is such a part
+        only with the choice `level`: of a checkpoint its level, of an activation that is not recomputed `NONE`."""
         offloaded = self._v.offloaded[s, j, p]
         forward, gradient = self._start(Op(F, s, j)), self._end(self._v.backward(s, j))
         self._add(forward, self._start(Op(D, s, j, p)), size, offloaded)
-        self._add(self._allocation(Op(R, s, j, p)), gradient, size, offloaded)
+        self._add(self._allocation(Op(moves(p)[2], s, j, p)), gradient, size, offloaded)
         if offloaded is not True:
             stays = ~offloaded
             if others := [choice for other, choice in self._v.level[s, j].items() if other != level]:

@@ -12,15 +12,15 @@ from typing import NamedTuple
 from ortools.sat.python import cp_model
 
 from optpipe.model.arrays import NONE
-from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
+from optpipe.model.ops import COMPUTE, MARKS, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.clock import Clock
-from optpipe_solver.cpsat.grid import Grid, GridSchedule
+from optpipe_solver.cpsat.grid import AT_PEER, Grid, GridSchedule, moves
 from optpipe_solver.cpsat.limits import limit_device_memory, limit_host_memory, limit_spans
 from optpipe_solver.cpsat.variables import Choice, Moment, Window, WindowObjective, WindowVariables
 
-F, B, W, BW, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R, Kind.D
-Starts = dict[Op, int]  # ticks of F, B, W, BW, C, O, R
+F, B, W, BW, C, R, A, V = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.R, Kind.A, Kind.V
+Starts = dict[Op, int]  # ticks of F, B, W, BW, C, O, R, E, L
 COUNTED_PER_S = 0.25  # CP-SAT's deterministic seconds in one second of a quiet core
 
 
@@ -51,7 +51,8 @@ def order_is_free(problem: Problem, objective: WindowObjective) -> bool:
     later one overtakes. The span is worth an overtaking, too: a device that lets the second overtake the first starts
     later.
     """
-    return objective == "makespan" and not any(stage.can_offload or stage.can_recompute for stage in problem.stages)
+    may_leave = (stage.can_offload or stage.can_recompute or stage.can_evict for stage in problem.stages)
+    return objective == "makespan" and not any(may_leave)
 
 
 class WindowModel:
@@ -141,12 +142,12 @@ class WindowModel:
         return Answer(self._starts(solver.value), value, bound, status == cp_model.OPTIMAL, used_s)
 
     def _starts(self, value: Callable[[Moment | Choice], int]) -> Starts:
-        """The starts of a solution, without drops, which `lift` derives."""
+        """The starts of a solution, without drops and rooms on peers, which `lift` derives."""
         v, starts = self.variables, Starts()
         for x, at in v.start.items():
-            if x.kind != D and value(v.presence(x)):
+            if x.kind not in MARKS and value(v.presence(x)):
                 parts = v.problem.stages[x.stage].offload_parts if x.kind in TRANSFERS else 0
-                starts[x._replace(part=x.part % parts) if parts else x] = int(value(at))
+                starts[x._replace(part=max(0, x.part) % parts) if parts else x] = int(value(at))
         for (s, j), fused in v.fused.items():
             if value(fused):
                 starts[Op(BW, s, j)] = starts.pop(Op(B, s, j))
@@ -188,7 +189,7 @@ class WindowModel:
             self._start_after(Op(F, s, j), v.backward(s, j))
         for (s, j), choices in v.level.items():
             for level, recomputed in choices.items():
-                if level != NONE:
+                if level >= 0:
                     self._start_after(Op(F, s, j), Op(C, s, j, level), 0, recomputed)
                     self._start_after(Op(C, s, j, level), v.backward(s, j), 0, recomputed)
             for p in v.grid.parts(s, j) if choices.keys() != {NONE} else ():
@@ -196,14 +197,18 @@ class WindowModel:
                     level = v.grid.level_of_part(s, p)
                     if (is_possible := choices.get(level, False)) is not True:
                         v.model.add_implication(v.offloaded[s, j, p], is_possible)
-                    if level != NONE:
+                    if level >= 0:
                         self._start_after(Op(R, s, j, p), Op(C, s, j, level), 0, v.offloaded[s, j, p])
 
     def _order_transfers(self) -> None:
-        """F, O, D, R, backward: each follows the one before. O and R start when they have allocated, or later."""
+        """F, O, D, R, backward: each follows the one before; likewise A or F, E, D, L, V or backward. O, R and L start
+        when they have allocated, or later."""
         v = self.variables
         for (s, j, p), offloaded in v.offloaded.items():
-            o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
+            o, d, r = (Op(kind, s, j, p) for kind in moves(p))
+            if p == AT_PEER:
+                self._start_after(Op(A, s, j, p), o, 0, offloaded)
+                self._start_after(r, Op(V, s, j, p), 0, offloaded)
             self._start_after(Op(F, s, j), o, 0, offloaded)
             self._start_after(o, d, 0, offloaded)
             self._start_after(r, v.backward(s, j), 0, offloaded)
@@ -243,7 +248,8 @@ class WindowModel:
     def _no_overlap_on_devices(self) -> None:
         """No two ops of a device's compute stream overlap (Eq. 7).
 
-        Drops, and the moments at which transfers allocate, are points on the compute stream: none lies inside an op.
+        Drops, rooms on the peer, and the moments at which transfers allocate, are points on the compute stream: none
+        lies inside an op.
         """
         v = self.variables
         started, allocated, devices = v.incumbent.start, v.incumbent.allocation, len(v.problem.devices)
@@ -253,13 +259,15 @@ class WindowModel:
             points = {x: v.allocation[x] for x in open_points if x in v.allocates_in_window}
             busy = [each for x in free for each in self._compute_times(x)]
             busy += [BusyTime(at, 0, v.presence(x), v.device_end[d]) for x, at in points.items()]
-            stream = [(v.incumbent_start(x), x) for x in ops if x.kind in (*COMPUTE, D)]
+            stream = [(v.incumbent_start(x), x) for x in ops if x.kind in (*COMPUTE, *MARKS)]
             later = [(at, x) for x in allocating if v.side_of_window(at := allocated[x]) > 0 and v.allocates_scarce(x)]
             self._stay_within_surroundings(busy, [*stream, *later])
             if v.window.opens(d):
                 self._add_no_overlap(busy)
             else:  # in the incumbent's order
-                alone = [x for x in ops if x in points or (x in v.free and x.kind in (*COMPUTE, D) and x not in halves)]
+                alone = [
+                    x for x in ops if x in points or (x in v.free and x.kind in (*COMPUTE, *MARKS) and x not in halves)
+                ]
                 starts = [points.get(x, v.start[x]) for x in alone]
                 ends = [points.get(x, v.compute_end.get(x, v.start[x])) for x in alone]
                 for end, start in zip(ends, starts[1:], strict=False):
@@ -293,7 +301,7 @@ class WindowModel:
                 yield BusyTime(v.start[x], v.duration(x), ~fused, by)
             if x.kind == B:
                 yield BusyTime(v.start[x], v.duration(x) + v.duration(Op(W, s, j)), fused, by)
-        elif x.kind in (F, B, W, C, D):
+        elif x.kind in (F, B, W, C, *MARKS):
             yield BusyTime(v.start[x], v.duration(x), v.presence(x), by)
 
     def _add_no_overlap(self, busy: list[BusyTime]) -> None:
@@ -350,10 +358,10 @@ class WindowModel:
             for p, q in pairwise(parts):
                 if parts[p] != parts[q] or v.grid.level_of_part(s, p) != v.grid.level_of_part(s, q):
                     continue
+                pairs = [(Op(kind, s, j, p), Op(kind, s, j, q)) for kind in moves(p)]
                 first, second = v.offloaded.get((s, j, p), True), v.offloaded.get((s, j, q), True)
-                if first is True or second is True or (Op(O, s, j, q) in started and Op(O, s, j, p) not in started):
+                if first is True or second is True or (pairs[0][1] in started and pairs[0][0] not in started):
                     continue
-                pairs = [(Op(kind, s, j, p), Op(kind, s, j, q)) for kind in (O, D, R)]
                 known = [(before[x], before[y]) for _, before in moments for x, y in pairs if {x, y} <= before.keys()]
                 if all(x <= y for x, y in known):
                     v.model.add_implication(second, first)

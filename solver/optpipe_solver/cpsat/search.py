@@ -22,10 +22,10 @@ from optpipe.model.program import KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe.process.protocol import Request
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import lower_bound
-from optpipe_solver.bounds.problem_facts import one_level
+from optpipe_solver.bounds.problem_facts import one_level, without_evictions
 from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat.anonymous import AnonymousModel
-from optpipe_solver.cpsat.grid import Grid, ensure_start, is_expressible, place_on_grid
+from optpipe_solver.cpsat.grid import Grid, ensure_start, evicts, is_expressible, place_on_grid
 from optpipe_solver.cpsat.model import Starts, WindowModel, order_is_free
 from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.incumbents import Emit, Incumbents
@@ -81,7 +81,8 @@ class WholeProblemSearch:
 
         It starts at the bound of the rounded problem, of which some schedules may be shorter than any of the problem.
         """
-        least_left_s, grid = self.clock.left_s - seconds, Grid.for_problem(one_level(self.problem), FINE).relaxed
+        least_left_s, relaxation = self.clock.left_s - seconds, one_level(without_evictions(self.problem))
+        grid = Grid.for_problem(relaxation, FINE).relaxed
         least = ceil(lower_bound(grid.rounded) * (1 - FLOAT_NOISE))
         incumbent = place_on_grid(grid, number_by_entry(by_one_level(grid.problem, self._start)))
         model, shortest = AnonymousModel(grid, incumbent), incumbent.end
@@ -131,12 +132,14 @@ class WholeProblemSearch:
 
 
 def by_one_level(problem: Problem, schedule: Schedule) -> Schedule:
-    """The schedule in the relaxation with one level (`one_level`), where checkpoints leave without transfers."""
+    """The schedule in the relaxation with one level (`one_level`), where checkpoints leave without transfers, and in
+    which what was evicted is recomputed (`without_evictions`)."""
     level = schedule.compiled.index.level
 
     def changed(table: Table) -> Table:
-        again = level[table[:, STAGE], table[:, MICROBATCH]] >= 0
-        table = table[~(again & of_kinds(table, Kind.O, Kind.D, Kind.R))]
+        again = (level[table[:, STAGE], table[:, MICROBATCH]] >= 0) | evicts(schedule, table)
+        table = table[~(again & of_kinds(table, Kind.O, Kind.D, Kind.R, Kind.E, Kind.A, Kind.V))]
+        table[of_kinds(table, Kind.L), KIND] = Kind.C
         table[of_kinds(table, Kind.C), PART] = 0
         return table
 

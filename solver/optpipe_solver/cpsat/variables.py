@@ -14,10 +14,11 @@ from ortools.sat.python import cp_model
 
 from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import NONE
-from optpipe.model.ops import COMPUTE, Kind, Op
-from optpipe_solver.cpsat.grid import Grid, GridSchedule
+from optpipe.model.ops import COMPUTE, MARKS, Kind, Op
+from optpipe.model.rules import EVICTED
+from optpipe_solver.cpsat.grid import AT_PEER, Grid, GridSchedule, moves
 
-F, B, W, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D
+F, B, W, C, O, A, V = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.A, Kind.V
 
 # In ticks: a constant before the window, a variable in it, `end - tail` after it.
 Moment: TypeAlias = cp_model.LinearExpr
@@ -55,6 +56,7 @@ class WindowVariables:
         self.problem = grid.problem
         self.model = cp_model.CpModel()
         self._device: list[int] = self.problem.costs.device.tolist()
+        self._peer: list[int] = self.problem.costs.peer[self._device].tolist()  # of each stage's device, or `NONE`
         # No moment is later, in ticks.
         self.latest = grid.serial if objective == "span" else incumbent.end
         # When the schedule ends.
@@ -64,16 +66,17 @@ class WindowVariables:
             self.new_int(0, self.latest, self.latest, f"end{d}") if objective == "ends" else self.end
             for d in range(len(self.problem.devices))
         ]
-        # When each F, B, W, C, O, D and R starts. Parts are numbered as in the grid (`Grid.level_of_part`).
+        # When each F, B, W, C, O, D, R, E, L, A and V starts. Parts are numbered as in the grid (`Grid.level_of_part`).
         self.start: dict[Op, Moment] = {}
         # When each F, B, W and C ends; B together with its W where both are one BW.
         self.compute_end: dict[Op, Moment] = {}
-        # When O and R allocate their bytes; none of those that do so after the window.
+        # When O, R and L allocate their bytes; none of those that do so after the window.
         self.allocation: dict[Op, cp_model.IntVar] = {}
         self.allocates_in_window: set[Op] = set()
-        # By stage, micro-batch and part: whether the part is offloaded. What is not in it is not.
+        # By stage, micro-batch and part: whether the part is offloaded or evicted. What is not in it is not.
         self.offloaded: dict[tuple[int, int, int], Choice] = {}
-        # By stage and micro-batch: whether the activation is recomputed by each level, or not (`NONE`): one of them.
+        # By stage and micro-batch: whether the activation is recomputed by each level, `EVICTED`, or neither (`NONE`):
+        # one of them.
         self.level: dict[tuple[int, int], dict[int, Choice]] = {}
         # By stage and micro-batch: whether B and W are one BW. What is not in it is not.
         self.fused: dict[tuple[int, int], Choice] = {}
@@ -133,21 +136,23 @@ class WindowVariables:
         """Nothing here: the backward of a forward is its B."""
 
     def _create_transfers(self, s: int, j: int) -> None:
-        """O, D and R of each part: open where F and B are in the window, as then all is that may be between them."""
-        is_open, b_start = self._relief_is_open(s, j), self.incumbent.start[Op(B, s, j)]
+        """O, D and R of each part: open where F and B are in the window, as then all is that may be between them. E, D,
+        L, A and V likewise, if the window opens the peer."""
+        b_start = self.incumbent.start[Op(B, s, j)]
         for p in self.grid.parts(s, j):
-            o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
+            o, d, r = (Op(kind, s, j, p) for kind in moves(p))
+            is_open = self._relief_is_open(s, j) and (p != AT_PEER or self.window.opens(self._peer[s]))
             if is_open or o in self.incumbent.start:
-                for x in (o, d, r):
+                for x in (o, d, r, *((Op(A, s, j, p), Op(V, s, j, p)) if p == AT_PEER else ())):
                     self._set_start(x, b_start if is_open else None)
                 offloaded = o in self.incumbent.start
                 self.offloaded[s, j, p] = self._new_choice(offloaded, f"{s}leaves{j}.{p}") if is_open else True
-                self._set_allocation(r, b_start)
-                if self.host_capacity(s) is not None:
-                    self._set_allocation(o, b_start)
+                for x in (r, o):
+                    if self.allocates_scarce(x):
+                        self._set_allocation(x, b_start)
 
     def _create_recompute(self, s: int, j: int) -> None:
-        """C by each level, open where O, D and R are."""
+        """C by each level, open where O, D and R are; and whether the activation is evicted instead."""
         is_open, choices = self._relief_is_open(s, j), dict[int, Choice]()
         for k in range(len(self.problem.stages[s].all_levels)):
             c = Op(C, s, j, k)
@@ -156,16 +161,24 @@ class WindowVariables:
                 self.compute_end[c] = self.start[c] + self.duration(c)
                 recomputed = c in self.incumbent.start
                 choices[k] = self._new_choice(recomputed, f"{s}again{j}.{k}") if is_open else True
+        hint = not any(Op(C, s, j, k) in self.incumbent.start for k in choices)
+        if (evicted := self.offloaded.get((s, j, AT_PEER))) is not None:
+            choices[EVICTED] = evicted
+            hint &= Op(Kind.E, s, j, AT_PEER) not in self.incumbent.start
         if is_open and len(choices) == 1:
-            choices = {NONE: ~choices[0], **choices}
+            (only,) = choices.values()
+            choices = {NONE: ~only, **choices}
         elif is_open and choices:
-            hint = not any(Op(C, s, j, k) in self.incumbent.start for k in choices)
             choices = {NONE: self._new_choice(hint, f"{s}kept{j}"), **choices}
             self.model.add_exactly_one(choices.values())
         self.level[s, j] = choices or {NONE: True}
 
     def _relief_is_open(self, s: int, j: int) -> bool:
-        return {Op(F, s, j), Op(B, s, j)} <= self.free and self.window.opens(self._device[s])
+        """Whether the window decides all that may be between F and B. Of what is evicted that is on the peer, too."""
+        places = [self.incumbent.start.get(Op(kind, s, j, AT_PEER)) for kind in (A, V)]
+        rooms = [at for at in places if at is not None]
+        with_rooms = not rooms or (self.window.opens(self._peer[s]) and not any(map(self.side_of_window, rooms)))
+        return {Op(F, s, j), Op(B, s, j)} <= self.free and self.window.opens(self._device[s]) and with_rooms
 
     def _set_start(self, x: Op, hint: int | None = None) -> None:
         """Gives x its start. With a hint it is free, for what the incumbent may lack."""
@@ -206,7 +219,7 @@ class WindowVariables:
 
     def duration(self, x: Op) -> int:
         """Ticks of an op; of a BW, which stands for a B (`backward`), those of B."""
-        return 0 if x.kind == D else self.grid.duration(x._replace(kind=B) if x.kind == Kind.BW else x)
+        return 0 if x.kind in MARKS else self.grid.duration(x._replace(kind=B) if x.kind == Kind.BW else x)
 
     def presence(self, x: Op) -> Choice:
         """Whether x takes place."""
@@ -216,7 +229,11 @@ class WindowVariables:
 
     def device(self, x: Op) -> int:
         """The device that x runs on."""
-        return self._device[x.stage]
+        return self.peer(x.stage) if x.kind in (A, V) else self._device[x.stage]
+
+    def peer(self, stage: int) -> int:
+        """The device to which a stage may evict."""
+        return self._peer[stage]
 
     def backward(self, s: int, j: int) -> Op:
         """The backward of a stage's forward j: its B or, of anonymous micro-batches, the BW that stands for it."""
@@ -224,7 +241,7 @@ class WindowVariables:
 
     def allocates_scarce(self, x: Op) -> bool:
         """Whether it matters between which compute ops a transfer allocates."""
-        return x.kind == R or (x.kind == O and self.host_capacity(x.stage) is not None)
+        return x.kind in (Kind.R, Kind.L) or (x.kind == O and self.host_capacity(x.stage) is not None)
 
     def host_capacity(self, stage: int) -> int | None:
         """Grains of host memory of the stage's device; None where everything fits."""

@@ -50,7 +50,7 @@ class Candidate:
     schedule
         The best one so far.
     start
-        The best one that evicts nothing: where a search may begin, as no search evicts.
+        The best one that evicts nothing: where a search may begin, which is of `problem`.
     lengths
         By method: the shortest iteration with a schedule that fits, and the most that a GPU then holds, in bytes.
     """

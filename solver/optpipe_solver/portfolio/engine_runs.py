@@ -24,7 +24,7 @@ from optpipe_solver import engines, tuning
 from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.methods import RELAX
-from optpipe_solver.schedule_facts import follows_rules, is_listed, is_modelled
+from optpipe_solver.schedule_facts import is_listed, is_modelled
 from optpipe_solver.tuning import EngineRun
 
 ENGINE = "optpipe_solver.engines"
@@ -180,8 +180,7 @@ class EngineRuns:
             free, threads = free - 1, threads - share
 
     def _start_for(self, run: EngineRun) -> Schedule | None:
-        known = follows_rules if run.engine == "dispatch" else is_modelled
-        return self._incumbents.best_of(is_listed if run.from_heuristics else known)
+        return self._incumbents.best_of(is_listed if run.from_heuristics else is_modelled)
 
     def start(self, run: EngineRun, allotted_s: float, threads: int) -> None:
         """Start an engine; what it is allotted begins when it is ready, and has the time that it needs to end.

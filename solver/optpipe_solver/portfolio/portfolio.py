@@ -28,14 +28,14 @@ from optpipe_solver.clock import Clock, FirstClock, counts_work
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
-from optpipe_solver.schedule_facts import follows_rules, is_listed, is_modelled
+from optpipe_solver.schedule_facts import is_listed, is_modelled
 from optpipe_solver.systems import fitting, in_best_order, is_system, on_other_stages
 
 
 def incumbents_of(request: Request, emit: Emit) -> Incumbents:
     """The keeper of a search by heuristics and engines: engines begin with the best that they know all ops of, some
     with the best of these that no engine found."""
-    return Incumbents(request, emit, is_modelled, is_listed, follows_rules, hands_on_rules=True)
+    return Incumbents(request, emit, is_modelled, is_listed, hands_on_rules=True)
 
 
 class Portfolio:
@@ -136,13 +136,10 @@ class Portfolio:
         problem = self.request.problem
         reason = engines.load(engine).unsupported(problem)
         if engine == self.request.method:
-            evicts = problem.costs.can_evict.any() and engine != "dispatch"
-            allowed = {"pairs": problem.overlap_factor is not None, "evictions": evicts}
-            never = " and no ".join(what for what, is_allowed in allowed.items() if is_allowed)
             if reason:
                 self.emit(Note(text=f"{engine} does not apply: {reason}"))
-            elif never:
-                self.emit(Note(text=f"{engine} makes no {never}: some heuristics and published schedules do"))
+            elif problem.overlap_factor is not None:
+                self.emit(Note(text=f"{engine} makes no pairs: some heuristics and published schedules do"))
         return reason is None
 
     def look_at_other_stages(self) -> None:

@@ -107,7 +107,7 @@ def evicting_and_tiny(draw: st.DrawFn) -> Problem:
         )
         move = float(draw(st.integers(0, 3))), float(draw(st.integers(0, 3))), draw(st.integers(1, size))
         moves.append(dict(zip(EVICTION, move, strict=True)) if evicts else {})
-        memory.append(size + draw(st.integers(0, 3)))
+        memory.append(size + draw(st.integers(0, size if evicts else 3)))
     problem = problem_of(stages, memory, 2, draw(st.sampled_from((0.0, 1.0, 3.0))))
     return problem.replace(
         devices=[each.model_copy(update={"peer": 1 - d}) for d, each in enumerate(problem.devices)],
