@@ -39,7 +39,7 @@ log = logging.getLogger("optpipe.bench")
 
 WARM_UP = 2  # steps
 COLUMNS = ("schedule", "stages", "predicted", "measured", "off by", "peak predicted", "measured", "losses off by")
-RECOMPUTED = "chronos-recomp:recomputed=2"  # both stages of a rank
+RECOMPUTED = "interleaved-recompute"
 
 
 @dataclass(frozen=True)

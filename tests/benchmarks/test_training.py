@@ -51,7 +51,7 @@ def test_the_gain_with_little_memory_is_large_by_prediction() -> None:
     stages = [stage(ms, (held, held + piece), offload=(copy_ms, copy_ms, held), **each) for each in more]
     problem = pipeline(ranks, task.microbatches, 0, stages, p2p_ms=0.4).with_memory_for(1.6)
     before, after = generate(fidelity.RECOMPUTED, problem), by_rules(problem, None, "makespan", MOST_SIMULATED)
-    assert after.makespan_ms <= 0.7 * before.makespan_ms, "by simple rules, before any engine"
+    assert after.makespan_ms <= 0.77 * before.makespan_ms, "by simple rules, before any engine"
     best = fidelity.published(problem).best_published
     assert best.method == fidelity.RECOMPUTED, "no published schedule that fits is shorter"
 
