@@ -147,6 +147,16 @@ def test_a_request_says_which_triangles_are_rows() -> None:
     assert rows[0] < rows[1] < rows[2]
 
 
+def test_windows_have_no_triangles() -> None:
+    asked = Request(problem=EXHAUSTIVE["both offload"], method="milp", solver="highs", threads=1, milp_ops=1)
+    sizes = []
+    for triangles in ("none", "all"):
+        frames = Child("optpipe_solver.engines", asked.model_copy(update={"triangles": triangles})).frames()
+        texts = [frame.text for frame in frames if isinstance(frame, Note) and "windows" in frame.text]
+        sizes.append(re.findall(r" (\d+) rows", texts[0])[0])
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize("name", EXHAUSTIVE)
 def test_every_backend_has_the_same_optimum(solver: Solver, other: str, name: str) -> None:
     finds_the_best_of_all_programs(solver, EXHAUSTIVE[name], "makespan", solver=other)

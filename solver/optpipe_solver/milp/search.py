@@ -40,7 +40,7 @@ LEAST_GAIN = 1e-4  # of the length, in a window
 STEP_SHARE = 0.99  # of the step between lengths: what is left of it is more than solvers' tolerances
 WINDOWS_SHARE = 0.5  # of the time at most, if the whole problem follows
 PAIRS_PER_S, ROWS_PER_S = 1e7, 2e4  # of ops, to find longest paths; to write; half of what a quiet machine does
-VAIN_WINDOWS = 12  # in a row that shorten nothing, until the whole problem follows
+VAIN_S = 1.0  # of windows that shorten nothing, until the whole problem follows
 
 # Compute ops up to which the whole problem is solved, unless the user sets another limit or has a licence of
 # Gurobi: 8 devices, 16 micro-batches, a quarter of a million rows. In a minute on one core HiGHS still improves a good
@@ -66,7 +66,7 @@ def solve(request: Request, emit: Emit, switches: Switches = ALL) -> float | Non
     is_whole = most is None or ops <= most
     if search.incumbents.best and (ops > FIRST_OPS or not is_whole):
         windows_clock = clock.share(WINDOWS_SHARE) if is_whole else clock
-        search.improve(windows_clock, VAIN_WINDOWS if is_whole else math.inf, switches)
+        search.improve(windows_clock, VAIN_S if is_whole else math.inf, switches)
         if is_whole:
             clock.spend(windows_clock.spent_s or 0.0)
     if is_whole:
@@ -88,12 +88,15 @@ class _Search:
         self._own_ms = NO_SCHEDULE_MS  # of the shortest schedule that the program itself has
         self._notes: set[str] = set()
 
-    def improve(self, clock: Clock, most_vain: float, switches: Switches) -> None:
-        """Solves window after window of the best schedule, until so many in a row have shortened nothing."""
+    def improve(self, clock: Clock, most_vain_s: float, switches: Switches) -> None:
+        """Solves window after window of the best schedule, until so many seconds have shortened nothing.
+
+        Without triangle cuts: models so small are solved sooner so."""
+        switches = replace(switches, triangles="none")
         choice, solver = WindowChoice(self._problem, self._request.seed), self._request.solver
-        solved = gained = vain = 0
+        solved, gained, vain_s = 0, 0, 0.0
         text = "no window was solved"
-        while self.incumbents.best and vain < most_vain and not (clock.over or (self._proven and solved)):
+        while self.incumbents.best and vain_s < most_vain_s and not (clock.over or (self._proven and solved)):
             before_ms, reading = self.incumbents.best_ms, Reading(self.incumbents.best, "none")
             window, is_strict = choice.window(reading), self._own_ms < math.inf
             horizon_ms = self._horizon_ms * (1 - LEAST_GAIN * is_strict)
@@ -104,13 +107,15 @@ class _Search:
                 outcome = Outcome("", "ended")
             elif model.possible:
                 solver, outcome = self._solve(model, solver, within, lambda outcome: None)
-                solved, vain = solved + 1, vain + 1
+                solved += 1
                 text = f"the last by {outcome.solver} of {model.reduced[0].size}"
             decided = outcome.status in ("optimal", "infeasible")
-            clock.spend(within.spent_s or 0.0)
-            choice.learn(decided, outcome.seconds if within.spent_s is None else within.spent_s)
+            seconds = within.passed_s if within.spent_s is None else within.spent_s
+            clock.spend(seconds)
+            choice.learn(decided, seconds)
+            vain_s += seconds
             if self.incumbents.best_ms < before_ms:
-                gained, vain = gained + 1, 0
+                gained, vain_s = gained + 1, 0.0
             elif decided and len(window.free) == len(reading.compute) and is_strict:
                 break
             self.report(f"{solved} windows, {gained} of them shorter, {self._own_best}; {text}", ongoing=True)
