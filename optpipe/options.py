@@ -119,7 +119,8 @@ class SearchOptions(EffortOptions):
         "a licence of Gurobi.",
     )
     triangles: Triangles = Field(
-        default="compute", description="The MILP's triangle cuts: none, of the orders of compute ops, or of all orders."
+        default="compute",
+        description="The whole MILP's triangle cuts: none, of the orders of compute ops, or of all orders.",
     )
     placements: Placements | None = Field(
         default=None,
