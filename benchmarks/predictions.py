@@ -30,7 +30,16 @@ from optpipe.transformer.iterations import (
 from optpipe.transformer.presets import GPUS, MODELS, preset
 from optpipe.transformer.records import Parallelism, Run, Transformer
 
-COLUMNS = ("rows", "predicted", "mean error", "median", "ordered right, of pairs", "regret", "peak memory")
+COLUMNS = (
+    "rows",
+    "predicted",
+    "mean error",
+    "every third",
+    "median",
+    "ordered right, of pairs",
+    "regret",
+    "peak memory",
+)
 WRITTEN = ("table", "row", "name", "measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "not_predicted")
 HOST = 24  # layers, below which Megatron-LM's tests are too small for a GPU
 # Of a kernel, by the hosts of these tests: deterministic kernels, of TransformerEngine's modules or, `local`, torch's
@@ -121,21 +130,22 @@ def predictions(folder: Path, /, *, rows: Path | None = None) -> None:
     paths = {name: path for name in READERS for path in (folder / "today" / name, folder / name) if path.exists()}
     if not paths:
         raise InputError(f"{folder}: no table of measured iterations; expected one of {', '.join(READERS)}")
-    groups, written = dict[str, list[Predicted]](), StringIO()
+    groups, written = dict[str, dict[int, Predicted]](), StringIO()
     table = csv.writer(written, lineterminator="\n")
     table.writerow(WRITTEN)
     for name, path in paths.items():
         for number, row in enumerate(READERS[name](read_text(path), name), 2):
             made = predict(row)
-            groups.setdefault(row.group, []).append(made)
+            groups.setdefault(row.group, {})[number] = made
             if made.reason:
                 print(f"{name}, line {number}, {row.name}: {made.reason}")
             sizes = (" ".join(f"{each:.0f}" for each in every) for every in (row.bytes, made.bytes))
             ms = f"{made.ms:.6g}" if made.iteration else ""
             table.writerow((name, number, row.name, f"{row.ms:.6g}", ms, *sizes, made.reason))
-    print("\n" + head(("table", *COLUMNS), "lrrrrrrr"))
+    print("\n" + head(("table", *COLUMNS), "l" + "r" * len(COLUMNS)))
     for group, members in groups.items():
-        print(line((group, len(members), *judged([each for each in members if each.iteration]))))
+        predicted = {number: made for number, made in members.items() if made.iteration}
+        print(line((group, len(members), *judged(predicted))))
     if rows:
         write_file(rows, written.getvalue())
 
@@ -155,15 +165,17 @@ def predict(row: Row) -> Predicted:
     return Predicted(row, iteration, ms, sizes)
 
 
-def judged(made: Sequence[Predicted]) -> Iterator[str]:
-    """The cells of a line of the table."""
+def judged(by_line: Mapping[int, Predicted]) -> Iterator[str]:
+    """The cells of a line of the table. Of every third row the presets' parameters were not learned."""
+    made = list(by_line.values())
     yield str(len(made))
     if not made:
-        yield from "–" * 5
+        yield from "–" * (len(COLUMNS) - 2)
         return
     by = errors([each.iteration for each in made if each.iteration], [each.ms for each in made])
+    third = [abs(each.ms / each.row.ms - 1) for number, each in by_line.items() if number % 3 == 0]
     off = [abs(ours / measured - 1) for each in made for ours, measured in zip(each.bytes, each.row.bytes, strict=True)]
-    yield from (f"{by.mean:.1%}", f"{by.median:+.1%}")
+    yield from (f"{by.mean:.1%}", text(mean(third) if third else None, ".1%"), f"{by.median:+.1%}")
     yield from (f"{by.ordered:.1%} of {by.pairs}", f"{by.regret:.1%}") if by.pairs else "––"
     yield text(mean(off) if off else None, ".1%")
 
@@ -218,9 +230,9 @@ def mlperf(table: str, name: str) -> Iterator[Row]:
 
 def bridge(table: str, name: str) -> Iterator[Row]:
     """NVIDIA-NeMo/Megatron-Bridge's performance summary: gradients of 16 bits, ZeRO 1, or ZeRO 3 with FSDP; nothing
-    recomputed, experts not divided, from container 26.06 on fused in MXFP8; DeepSeek with a module that predicts a
-    further token, if its name does not say without; where a token takes too few operations, LoRA of rank 16; of two
-    precisions in a cell the first, else FP8."""
+    recomputed, experts not divided, from container 26.06 on fused in MXFP8 but for Nemotron's; a multi-token prediction
+    module in DeepSeek unless its name says without, two in Nemotron 3 Super; where a token takes too few operations,
+    LoRA of rank 16; of two precisions in a cell the first, else FP8."""
     for fields in csv.DictReader(StringIO(table)):
         model, gpu = fields["Model"] or fields["section"].removeprefix("Model: "), fields["System"]
         gpu = (gpu or fields["section"]).split("-")[-1]
@@ -276,9 +288,11 @@ def golden(table: str, name: str) -> Iterator[Row]:
         )
         peak = [float(fields["mem_max_GB"]) * 1e9] if fields["mem_max_GB"] else []
         express = partial(plan.iteration, partial(megatron_shape, fields), ms)
-        host_us = HOST_US.get(gpu + " 1node" * case.endswith("1node"), HOST_US[gpu]) if gpu in HOST_US else None
-        host_us = host_us * LOCAL if host_us and fields["transformer-impl"] == "local" else host_us
-        yield Row(group, f"{case} {gpu}", ms, peak, express, host_us if "waits" in group else None)
+        host_us = None
+        if "waits" in group and gpu in HOST_US:
+            own = HOST_US.get(f"{gpu} 1node") if case.endswith("1node") else None
+            host_us = (own or HOST_US[gpu]) * (LOCAL if fields["transformer-impl"] == "local" else 1.0)
+        yield Row(group, f"{case} {gpu}", ms, peak, express, host_us)
 
 
 def recomputed(fields: Fields) -> str:

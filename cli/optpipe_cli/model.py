@@ -145,7 +145,7 @@ def counted(estimate: Estimate) -> Iterator[str]:
         kinds = ", ".join(f"{count} {parts}" for parts, count in Counter(shape.parts).items())
         yield f"layers {kinds} (M a state space, * attention, - an MLP, E experts)"
     if run.mtp:
-        yield f"modules that predict a further token each, with a layer and the head: {run.mtp}"
+        yield f"{run.mtp} multi-token prediction module{'s' * (run.mtp > 1)}, each with a layer and the head again"
     if run.lora:
         yield f"adapters of rank {run.lora}, which alone are trained"
     if head_parts > 1:

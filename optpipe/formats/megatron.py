@@ -23,7 +23,7 @@ Order = Sequence[Sequence[Op]]  # by rank
 
 
 def write(schedule: Schedule, mtp: int = 0) -> str:
-    """The arguments, one a line, as a shell reads them. So many of the model's modules predict further tokens.
+    """The arguments, one a line, as a shell reads them; the model has `mtp` multi-token prediction modules.
 
     Raises InputError if Megatron has no such order; the sentence names the first op that differs. Raises ScheduleError
     if the schedule cannot run.
@@ -34,7 +34,7 @@ def write(schedule: Schedule, mtp: int = 0) -> str:
     group = require_order(schedule)
     arguments = [f"--pipeline-model-parallel-size {len(problem.devices)}"]
     if problem.layers is not None:
-        arguments.append(f"--pipeline-model-parallel-layout {quote(layout_of_counts(layer_counts(problem), mtp))}")
+        arguments.append(f"--pipeline-model-parallel-layout {quote(layout(problem, mtp))}")
     elif chunks > 1:
         arguments.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
     if chunks > 1:
@@ -70,13 +70,13 @@ def require_order(schedule: Schedule) -> int:
     return group
 
 
-def layout(problem: Problem) -> str:
-    """The layers of each stage in Megatron's letters, such as `Ett|ttL`: E is the first of the problem's layers, which
-    is the embedding, L the last one, the head.
+def layout(problem: Problem, mtp: int = 0) -> str:
+    """The layers of each stage in Megatron's letters, such as `Ett|tmL`: E is the first of the problem's layers, which
+    is the embedding, L the last one, the head, and each m before it a multi-token prediction module.
 
     Raises InputError if the stages do not consist of the layers.
     """
-    return layout_of_counts(layer_counts(problem))
+    return layout_of_counts(layer_counts(problem), mtp)
 
 
 def layer_counts(problem: Problem) -> list[int]:
@@ -106,7 +106,7 @@ def layer_counts(problem: Problem) -> list[int]:
 
 
 def layout_of_counts(counts: Sequence[int], mtp: int = 0) -> str:
-    """The same for stages of so many layers each, with so many modules that predict further tokens before the head."""
+    """The same for stages of so many layers each."""
     cuts = [0, *accumulate(counts)]
     letters = EMBEDDING + DECODER * (cuts[-1] - 2) + PREDICTION * mtp + LOSS
     cuts[-1] += mtp

@@ -329,7 +329,7 @@ def estimate(shape: Transformer, parallelism: Parallelism, gpu: Gpu, run: Run) -
 def even_layers(layers: int, stages: int, mtp: int = 0) -> tuple[int, ...]:
     """Layers of each stage; those that are left over go to stages without embedding and head, from the middle on.
 
-    What predicts further tokens counts in the last stage as two layers each, and the head beside it as one.
+    A multi-token prediction module counts in the last stage as two layers, and the head beside it as one.
     """
     last = (max(0, (layers + 2 * mtp + 1) // stages - 2 * mtp - 1),) if mtp and stages > 1 else ()
     rest = stages - len(last)

@@ -33,7 +33,7 @@ def all_pieces(share: Share) -> list[Piece]:
     heads = _heads(share)
     if share.run.mtp:
         parts, window = kinds[-1]
-        heads = [_with_further_tokens(share, heads[0], _layer(share, f"*{parts.strip('*M')}", window))]
+        heads = [_with_prediction(share, heads[0], _layer(share, f"*{parts.strip('*M')}", window))]
     pieces = [_embedding(share), *(layers[kind] for kind in kinds), *heads]
     return [_adapted(piece, share.run.lora) for piece in pieces] if share.run.lora else pieces
 
@@ -92,8 +92,8 @@ def _heads(share: Share) -> list[Piece]:
     return [first, *[part] * (parts - 1)]
 
 
-def _with_further_tokens(share: Share, head: Piece, layer: Piece) -> Piece:
-    """The head, and modules that predict a further token each: norms, a matrix of 2h to h, a layer, the head again.
+def _with_prediction(share: Share, head: Piece, layer: Piece) -> Piece:
+    """The head, and multi-token prediction modules: each two norms, a matrix of 2h to h, a layer, the head again.
 
     DeepSeek-V3 (2024), section 2.2. Their embedding and head are the model's: of the embedding this has a copy, which a
     device that has the embedding, too, has once. Nothing of them is computed again.

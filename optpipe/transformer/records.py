@@ -335,7 +335,7 @@ class RunOptions(Document):
     fused_experts
         One kernel multiplies with all experts' matrices, activates and rounds (TransformerEngine's grouped MLP).
     mtp
-        Modules that predict a further token each, beside the head (DeepSeek-V3, section 2.2).
+        Multi-token prediction modules, beside the head (DeepSeek-V3, section 2.2).
     lora
         Rank of the adapters beside the matrices of layers, which alone are trained; 0: all weights are.
     optimizer_bytes
