@@ -129,7 +129,7 @@ def _least_host(problem: Problem, device: int) -> tuple[int, bool]:
     for j in problem.costs.representatives.tolist():
         held, stages = stage_bytes(problem, j), [s for s in problem.route(j) if problem.stages[s].device == device]
         needed, host = 0, int(problem.costs.host_memory[device])
-        while host >= 0:  # a search in which all fits knows no least host bytes: one with a byte less does
+        while host >= 0:  # a search in which all fits does not minimize host bytes, so one has a byte less
             states, complete = _search(problem, j, held, stages, host, problem.devices[device].activation_budget_bytes)
             if not states:
                 certain &= complete

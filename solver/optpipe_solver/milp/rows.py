@@ -70,7 +70,11 @@ class Rows:
         return Literal(var)
 
     def add(
-        self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
+        self,
+        times: Iterable[tuple[float, int]],
+        literals: Iterable[tuple[float, Literal]],
+        at_least: float,
+        is_precedence: bool = False,
     ) -> None:
         """Adds the row: sum of coefficients × variables and literals `>= at_least`. Adds none if it always holds."""
         row, at_least = _linear_form(times, literals, at_least)
@@ -80,7 +84,7 @@ class Rows:
         self._value += row.values()
         self._begins.append(len(self._index))
         self.at_least.append(at_least)
-        self._is_precedence.append(False)
+        self._is_precedence.append(is_precedence)
 
     def add_clause(self, *literals: Literal) -> None:
         """Adds: at least one of the literals holds."""
@@ -98,9 +102,8 @@ class Rows:
         when, (length, counts) = tuple(literal for literal in when if literal != TRUE), span
         big = self.upper[earlier] + gap + length - self.lower[later] if self._big_m is None else self._big_m
         if big > 0 or not when:
-            literals, before = [(-length, counts), *((-big, literal) for literal in when)], len(self.at_least)
-            self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when))
-            self._is_precedence[before:] = [True] * (len(self.at_least) - before)
+            literals = [(-length, counts), *((-big, literal) for literal in when)]
+            self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when), is_precedence=True)
 
     def add_capacity(self, sizes: Iterable[Term], limit: int) -> None:
         """Adds: the sizes of the literals that hold add up to `limit` at most. Sizes may be negative."""

@@ -91,7 +91,7 @@ class _Search:
     def improve(self, clock: Clock, most_vain_s: float, switches: Switches) -> None:
         """Solves window after window of the best schedule, until so many seconds have shortened nothing.
 
-        Without triangle cuts: models so small are solved sooner so."""
+        Their models have no triangle cuts: without them they are solved sooner."""
         switches = replace(switches, triangles="none")
         choice, solver = WindowChoice(self._problem, self._request.seed), self._request.solver
         solved, gained, vain_s = 0, 0, 0.0
