@@ -164,7 +164,7 @@ def test_what_no_settings_are_written_for_is_not_planned(run: dict[str, int], st
 
 
 def test_a_hybrid_is_not_planned_for_megatron() -> None:
-    with pytest.raises(InputError, match="model = a hybrid: expected another stack than megatron"):
+    with pytest.raises(InputError, match="stack = megatron: expected optpipe or torch for a hybrid model"):
         question(model=MODELS["nemotron-3-nano"], stack="megatron")
     assert candidates(question(9 * RESERVED, model=MODELS["nemotron-3-nano"], stack="torch", gpu=GPUS["B200"]))
 

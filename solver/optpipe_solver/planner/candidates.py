@@ -72,7 +72,7 @@ class Question(Document):
             raise ValueError(f"lora = {self.run.lora}: adapters are not planned; optpipe model estimates them")
         if self.model.parts and self.stack == "megatron":
             raise ValueError(
-                "model = a hybrid: expected another stack than megatron, whose hybrid pattern is not written"
+                "stack = megatron: expected optpipe or torch for a hybrid model, as its hybrid pattern is not written"
             )
         if self.run.mtp and self.stack == "torch":
             raise ValueError(
