@@ -240,6 +240,20 @@ def test_what_cannot_be_read_is_one_sentence(name: str, text: str, message: str)
         imported(text, TWO, name)
 
 
+@settings(deadline=None, max_examples=examples(60))
+@given(st.data())
+def test_an_action_is_not_read_by_its_beginning(data: st.DataObject) -> None:
+    """As torch does, for which 0F1#late is 0F1, and 0BW1 is 0B of no micro-batch."""
+    rows = [row.split(",") for row in export_schedule(SPLIT, "torch-comms").splitlines()]
+    assert imported("\n".join(map(",".join, rows)), TWO, "s.csv").programs == SPLIT.programs
+    row = data.draw(st.sampled_from(rows))
+    k = data.draw(st.integers(0, len(row) - 1))
+    letters = st.characters(exclude_categories=("Cs", "Nd", "Z", "C"), exclude_characters=",")
+    row[k] += data.draw(st.just("#late") | st.text(letters, min_size=1))
+    with pytest.raises(InputError, match=r"s\.csv, line \d: .* is no action of PyTorch's pipelining"):
+        imported("\n".join(map(",".join, rows)), TWO, "s.csv")
+
+
 EMBEDDING, LAYER, HEAD = (problems.stage((n, n, n)) for n in (1, 4, 8))
 OURS = "; optpipe_runtime.megatron.forward_backward_func runs the schedule as it is"
 

@@ -18,12 +18,12 @@ from support.problems.published import Case, published
 from support.ranks import cases as rank_cases
 from support.ranks import programs as rank_programs
 from support.ranks import systems as rank_systems
-from support.ranks.cases import batch, plain_training
+from support.ranks.cases import batch, loss_fn, numbers, plain_step, plain_training
 from support.ranks.systems import Outcome
 from support.ranks.torch_pipelining import (
     Offloaded,
     Rows,
-    evaluated_after_a_step,
+    buffers,
     in_replicas,
     profiled_for_torch,
     refusal,
@@ -32,8 +32,11 @@ from support.ranks.torch_pipelining import (
     run_paced,
     traced,
     traced_by,
+    trained,
+    with_batch_norm,
 )
 from support.ranks.worker import Ranks
+from torch import nn
 from torch.distributed.pipelining.schedules import _ComputationType
 
 from examples import paced
@@ -188,9 +191,36 @@ def test_replicas_reduce_the_gradients_of_whole_backwards(method: str, four_rank
         require_close(joined(by_rank[replica::2]), mean, rtol=1e-9, atol=1e-12)
 
 
-def test_an_evaluation_leaves_the_gradients_of_the_step_before(ranks: Ranks) -> None:
-    schedule = heuristics.generate("naive", rank_cases.problem((0, 1), 4))
-    assert ranks(evaluated_after_a_step, schedule=schedule) == [True, True]
+@pytest.mark.parametrize("placement", [(0, 1), pytest.param((0, 1, 1, 0), marks=IN_A_V)])
+@pytest.mark.parametrize("plan", ["tettet", "eett"])
+@pytest.mark.parametrize("mean", [True, False])
+def test_steps_and_evaluations_without_zero_grad(
+    placement: tuple[int, ...], plan: str, mean: bool, ranks: Ranks
+) -> None:
+    """Gradients are the sum of those of all steps, buffers count micro-batches of steps only, and a stage's forward
+    runs for nothing else than before the first step and the first evaluation. torch's own schedules divide gradients of
+    earlier steps again, and run forwards at each change between steps and evaluations."""
+    m, stages = 4, with_batch_norm(len(placement))
+    by_rank = ranks(
+        trained, schedule=heuristics.generate("naive", rank_cases.problem(placement, m)), plan=plan, scale_grads=mean
+    )
+    plain = []
+    for n, letter in enumerate(plan):
+        for module in stages:
+            module.train(letter == "t")
+        if letter == "t":
+            plain.append(plain_step(stages, *batch(n, m), m))
+        else:
+            with torch.no_grad():
+                x, y = (part.chunk(m) for part in batch(n, m))
+                plain.append([loss_fn(nn.Sequential(*stages)(x[j]), y[j]).item() for j in range(m)])
+    assert max((done.losses for done in by_rank), key=lambda losses: len(losses[0])) == plain
+    expected = numbers(dict(enumerate(stages)))
+    if not mean:
+        expected = {name: gradient * m for name, gradient in expected.items()}
+    require_close(joined(done.gradients for done in by_rank), expected, rtol=1e-9, atol=1e-12)
+    require_close(joined(done.buffers for done in by_rank), buffers(dict(enumerate(stages))), rtol=1e-12, atol=0)
+    assert all(done.forwards <= 1 + plan.startswith("e") for done in by_rank)
 
 
 def test_losses_are_found_whatever_the_order_of_forwards(ranks: Ranks, tmp_path: Path) -> None:

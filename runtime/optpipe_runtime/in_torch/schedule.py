@@ -219,22 +219,17 @@ class TorchSchedule(ScheduleRuntime):
         return {key: nbytes for key, nbytes in kept.items() if key not in bytes_by_storage(received)}
 
     def _offload(self, action: Move, _: object) -> None:
-        if activation := self._of(action):
-            activation.offload(action.part, self._parts[action.stage_index], OnHost(self._link, self._pool))
+        on_host = OnHost(self._link, self._pool)
+        self._kept[action[1:3]].offload(action.part, self._parts[action.stage_index], on_host)
 
     def _drop(self, action: Move, _: object) -> None:
-        if activation := self._of(action):
-            activation.drop(action.part)
-            self._shared[action.stage_index] |= activation.shared_blocks()
+        activation = self._kept[action[1:3]]
+        activation.drop(action.part)
+        self._shared[action.stage_index] |= activation.shared_blocks()
 
     def _reload(self, action: Move, _: object) -> None:
-        if activation := self._of(action):
-            activation.reload(action.part)
-            self._count()
-
-    def _of(self, action: Move) -> Activation | None:
-        """None in an evaluation, which keeps nothing."""
-        return self._kept.get((action.stage_index, action.microbatch_index))
+        self._kept[action[1:3]].reload(action.part)
+        self._count()
 
     def _count(self) -> None:
         held: dict[int, int] = {}

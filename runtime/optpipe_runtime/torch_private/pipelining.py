@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,7 @@ Action = _Action  # one entry of a row
 StageBase = _PipelineStageBase  # of all kinds of stages
 PipelineSchedule = _PipelineSchedule  # all of torch's schedules are one
 COMPUTE_LOSS = "_maybe_compute_loss"  # a schedule's method that computes the loss, if the stage is the last
+FORWARD = {kind for kind in _ComputationType if kind.value in ("F", "SEND_F", "RECV_F", "WAIT_SEND_F")}
 WAITS_FOR_SENDS = hasattr(_ComputationType, "WAIT_SEND_F")  # whether rows have when a message must have been sent
 
 
@@ -60,8 +61,8 @@ def backward_input(
 
 
 @contextmanager
-def replaced(where: PipelineSchedule | StageBase, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While it is open, torch calls these instead of the methods of one object; then what the object had before."""
+def replaced(where: PipelineSchedule | StageBase, methods: Mapping[str, Any]) -> Iterator[None]:
+    """While it is open, torch finds these instead of one object's methods, or rows; then what the object had before."""
     attributes = vars(where)
     before = {name: attributes[name] for name in methods if name in attributes}
     attributes.update(methods)
@@ -103,13 +104,19 @@ class ScheduleRuntime(_PipelineScheduleRuntime):
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **more: Any
     ) -> None:
         self.before_step({"arguments": arg_mbs, "keyword arguments": kwarg_mbs, "targets": target_mbs})
-        if not self._has_backward:
-            with ExitStack() as methods:  # an evaluation would reduce and divide gradients of the step before
-                for stage in stages_of_schedule(self):
-                    methods.enter_context(replaced(stage, {"perform_reduce_grad": lambda factor: None}))
-                super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
-            return
-        with self.around_step(target_mbs):
+        forwards = {
+            rank: [
+                each for action in row for each in action.sub_actions or (action,) if each.computation_type in FORWARD
+            ]
+            for rank, row in self.pipeline_order_with_comms.items()
+        }  # with backwards torch's evaluation raises where neighbours share a rank
+        evaluation = replaced(self, {"pipeline_order_with_comms": forwards})
+        if self._has_backward and self.scale_grads:
+            for stage in stages_of_schedule(self):
+                for parameter in stage.submod.parameters():
+                    if parameter.grad is not None:  # of steps before: torch divides it at the end, too
+                        parameter.grad.mul_(self._n_microbatches)
+        with self.around_step(target_mbs) if self._has_backward else evaluation:
             super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
 
     def _maybe_compute_loss(
@@ -118,3 +125,16 @@ class ScheduleRuntime(_PipelineScheduleRuntime):
         """`more`: the loss's named arguments, which torch 2.11 does not have."""
         with self.around_loss(stage, mb_index):
             super()._maybe_compute_loss(stage, output, target_mbs, mb_index, *more)  # type: ignore[no-untyped-call]
+
+    def _initialize_stages(self, *args: Any, **more: Any) -> None:
+        """What serves steps serves evaluations, too. torch runs a forward for it at each change between them, and up to
+        2.13 buffers count that, such as BatchNorm's."""
+        if self._stages_backward_initialized or (self._stages_forward_initialized and not self._has_backward):
+            return
+        self._stages_forward_initialized = False  # else 2.11 trains with what was made for an evaluation
+        modules = [stage.submod for stage in stages_of_schedule(self)]
+        before = [{name: buffer.clone() for name, buffer in module.named_buffers()} for module in modules]
+        super()._initialize_stages(*args, **more)
+        for module, values in zip(modules, before, strict=True):
+            for name, buffer in module.named_buffers():
+                buffer.copy_(values[name])

@@ -2,11 +2,11 @@
 `torch_schedule`; what they leave, and what is refused."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from optpipe.errors import InputError
 from optpipe_runtime import Layout, Pipeline, name_ranges, torch_schedule
 from optpipe_runtime.memory.activation import StorageRef, storage_key
 from optpipe_runtime.memory.host_memory import PAGE
-from support.ranks.cases import batch, loss_fn, own
+from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, numbers, own
 from support.ranks.replicas import gradients, wrapped
 from support.ranks.systems import Outcome, model
 
@@ -183,17 +183,42 @@ def in_replicas(schedule: Schedule) -> dict[str, Any]:
     return gradients(modules)
 
 
-def evaluated_after_a_step(schedule: Schedule) -> bool:
-    """Whether gradients are after an evaluation what they were before."""
+class Trained(NamedTuple):
+    """What some steps and evaluations have left on a rank."""
+
+    losses: list[list[float]]  # of each of them; none without the last stage
+    gradients: Gradients
+    buffers: dict[str, Any]
+    forwards: int  # of a stage, beside those of micro-batches
+
+
+def with_batch_norm(stages: int) -> list[nn.Module]:
+    return [nn.Sequential(module, nn.BatchNorm1d(LENGTH).double()) for module in model(stages)]
+
+
+def buffers(modules: dict[int, nn.Module]) -> dict[str, Any]:
+    return {f"{s}.{name}": b.numpy() for s, module in modules.items() for name, b in module.named_buffers()}
+
+
+def trained(schedule: Schedule, plan: str, **options: Any) -> Trained:
+    """By the plan's letters, on a batch of its own each: t a step, e an evaluation. Gradients are never set to zero."""
     layout = Layout.from_problem(schedule.problem)
     count, m = len(layout.placement), layout.microbatches
-    modules = own(model(count), layout.placement)
-    runtime = torch_schedule(schedule, stages_of(modules, count), loss_fn)
-    take_step(runtime.step, modules, count, batch(0, m), losses=[])
-    before = {name: gradient.copy() for name, gradient in gradients(modules).items()}
-    take_step(runtime.eval, modules, count, batch(1, m), losses=[])
+    modules, forwards = own(with_batch_norm(count), layout.placement), []
+    for module in modules.values():
+        module.register_forward_pre_hook(lambda module, _: forwards.append(module))
+    runtime = torch_schedule(schedule, stages_of(modules, count), loss_fn, **options)
+    found = []
+    for n, letter in enumerate(plan):
+        for module in modules.values():
+            module.train(letter == "t")
+        losses: list[Tensor] = []
+        with torch.set_grad_enabled(letter == "t"):
+            take_step(runtime.step if letter == "t" else runtime.eval, modules, count, batch(n, m), losses=losses)
+        found.append([loss.item() for loss in losses])
     runtime.close()
-    return all(np.array_equal(gradient, before[name]) for name, gradient in gradients(modules).items())
+    beside = max(Counter(forwards).values()) - m * len(plan)
+    return Trained(found, numbers(modules), buffers(modules), beside)
 
 
 def profiled_for_torch(placement: Sequence[int], microbatches: int) -> Problem:
