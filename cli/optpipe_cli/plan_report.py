@@ -19,7 +19,7 @@ from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidate import WHOLE, Candidate, difference
 from optpipe_solver.planner.candidates import Question, Running
 from optpipe_solver.planner.search import Plan, PlanSearch
-from optpipe_solver.planner.settings import megatron, nemo, torchtitan
+from optpipe_solver.planner.settings import bridge, megatron, nemo, torchtitan
 
 GB, S = 1e9, 1000.0
 OTHERS = 5  # divisions beside the best one
@@ -258,7 +258,9 @@ def _settings(plan: Plan) -> dict[str, list[str]]:
     """The settings of each stack."""
     if plan.question.stack == "torch":
         return {"torchtitan": torchtitan(plan.best, CSV), "NeMo AutoModel": nemo(plan.best, CSV)}
-    return {"Megatron-LM": megatron(plan.best)} if plan.question.stack == "megatron" else {}
+    if plan.question.stack == "megatron":
+        return {"Megatron-LM": megatron(plan.best), "Megatron-Bridge": bridge(plan.best)}
+    return {}
 
 
 def _explained(best: Candidate, other: Candidate) -> Iterator[str]:

@@ -238,7 +238,7 @@ def export(
 
 
 def import_(
-    file: Annotated[Path, Parameter(help="PyTorch's CSV if named .csv; otherwise lists of op texts.")],
+    file: Annotated[Path, Parameter(help="PyTorch's CSV if named .csv, lists of op texts, or Megatron's arguments.")],
     /,
     *,
     problem: Annotated[Path, Parameter(help="The problem that the schedule is for.")],

@@ -119,11 +119,15 @@ def leave_out_offload(schedule: Schedule) -> Schedule:
 def import_schedule(path: str | Path, problem: Problem) -> Schedule:
     """Reads a schedule that another program wrote, for `problem`.
 
-    A file named `.csv` has PyTorch's actions, with messages or without; any other has op texts, one line a device or
-    JSON. Line d + 1 is the program of device d. Raises InputError for what cannot be read, or is not of this problem;
-    `check` lists what else is wrong.
+    A file named `.csv` has PyTorch's actions, with messages or without; one that names a pipeline's size has arguments
+    of Megatron, whose stages the schedule's problem has; any other has op texts, one line a device or JSON. Line d + 1
+    is the program of device d. Raises InputError for what cannot be read, or is not of this problem; `check` lists what
+    else is wrong.
     """
     text, what = read_text(path), str(path)
+    arguments, rest = megatron.take_arguments(text)
+    if "pp" in arguments:
+        return megatron.read(arguments, rest, problem)
     rows = what.lower().endswith(".csv")
     schedule = torch_csv.read(text, problem, what) if rows else _read_op_texts(text, problem, what)
     for d, program in enumerate(schedule.programs):

@@ -1,4 +1,5 @@
-"""Megatron-core's own orders (0.16.1): the arguments with which Megatron runs a schedule, if it is one of them.
+"""Megatron-core's own orders (0.16.1): the arguments with which Megatron runs a schedule, if it is one of them, and
+what its layouts say.
 
 Its order is that of 1F1B with one chunk a rank, and interleaved 1F1B with several, where the only choice is how many
 micro-batches pass a chunk in a row. Which layers a stage has is free: `--pipeline-model-parallel-layout`.
@@ -6,24 +7,42 @@ micro-batches pass a chunk in a row. Which layers a stage has is free: `--pipeli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise, takewhile, zip_longest
 from shlex import quote
 
 from optpipe.errors import InputError
 from optpipe.formats.order import hint, require_one_route, require_runnable
 from optpipe.model.ops import Kind, Op, Pair
-from optpipe.model.placement import together
+from optpipe.model.placement import Placement, together
 from optpipe.model.problem import Problem
+from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 
 OURS = "optpipe_runtime.megatron.forward_backward_func runs the schedule as it is"
 EMBEDDING, DECODER, PREDICTION, LOSS = "E", "t", "m", "L"
 Order = Sequence[Sequence[Op]]  # by rank
+# As Megatron's scripts name arguments, and Megatron-Bridge's configurations with _ for -, by our short names.
+NAMES = {
+    "pipeline-model-parallel-size": "pp",
+    "num-virtual-stages-per-pipeline-rank": "chunks",
+    "virtual-pipeline-model-parallel-size": "chunks",
+    "microbatch-group-size-per-virtual-pipeline-stage": "group",
+    "microbatch-group-size-per-vp-stage": "group",
+    "pipeline-model-parallel-layout": "layout",
+    "hybrid-layer-pattern": "pattern",
+}
+# A name and its value, after spaces, = or a colon; commas within a layout belong to it.
+_ARGUMENT = re.compile(
+    rf"(?<![\w-])-*({'|'.join(NAMES).replace('-', '[-_]')}|layout|pattern)(?:['\"]?\s*[=:]\s*|\s+)"
+    r"['\"]?([^\s,'\"]+(?:,[EtmL|()*\d]+(?![^\s,'\"]))*)['\"]?"
+)
 
 
-def write(schedule: Schedule, mtp: int = 0) -> str:
-    """The arguments, one a line, as a shell reads them; the model has `mtp` multi-token prediction modules.
+def write(schedule: Schedule, mtp: int = 0, letters: Sequence[str] = ()) -> str:
+    """The arguments, one a line, as a shell reads them; the model has `mtp` multi-token prediction modules. With the
+    `letters` of its layers it is a hybrid.
 
     Raises InputError if Megatron has no such order; the sentence names the first op that differs. Raises ScheduleError
     if the schedule cannot run.
@@ -34,7 +53,11 @@ def write(schedule: Schedule, mtp: int = 0) -> str:
     group = require_order(schedule)
     arguments = [f"--pipeline-model-parallel-size {len(problem.devices)}"]
     if problem.layers is not None:
-        arguments.append(f"--pipeline-model-parallel-layout {quote(layout(problem, mtp))}")
+        counts = layer_counts(problem, mtp)
+        name, text = "pipeline-model-parallel-layout", layout_of_counts(counts, mtp)
+        if letters:
+            name, text = "hybrid-layer-pattern", in_stages(["", *letters, ""], counts)
+        arguments.append(f"--{name} {quote(text)}")
     elif chunks > 1:
         arguments.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
     if chunks > 1:
@@ -70,27 +93,18 @@ def require_order(schedule: Schedule) -> int:
     return group
 
 
-def layout(problem: Problem, mtp: int = 0) -> str:
-    """The layers of each stage in Megatron's letters, such as `Ett|tmL`: E is the first of the problem's layers, which
-    is the embedding, L the last one, the head, and each m before it a multi-token prediction module.
-
-    Raises InputError if the stages do not consist of the layers.
-    """
-    return layout_of_counts(layer_counts(problem), mtp)
-
-
-def layer_counts(problem: Problem) -> list[int]:
+def layer_counts(problem: Problem, mtp: int = 0) -> list[int]:
     """How many of the problem's layers each stage has. Raises InputError if the stages do not consist of them, or a
-    layer between the first and the last one cannot be recomputed as the others can."""
+    decoder layer cannot be recomputed as the others can."""
     layers, first, counts = problem.layers or (), 0, list[int]()
-    again = [layer.can_recompute for layer in layers[1:-1]]
+    again = [layer.can_recompute for layer in layers[1 : -2 if mtp else -1]]
     if any(again) and not all(again):
         raise InputError(
             f"layers[{1 + again.index(False)}] cannot be computed again, others can: between embedding and head "
             "other stacks have decoder layers, no parts of a head"
         )
     for s, stage in enumerate(problem.stages):
-        for end in range(first + 1, len(layers) + 1):
+        for end in (*range(first + 1, len(layers) + 1), first):  # at last an empty stage
             sums = together(layers[first:end])
             if problem.stack == "torch":  # rounded, or doubled, by stages and by layers
                 del sums["saved_for_weight_bytes"]
@@ -106,11 +120,101 @@ def layer_counts(problem: Problem) -> list[int]:
 
 
 def layout_of_counts(counts: Sequence[int], mtp: int = 0) -> str:
-    """The same for stages of so many layers each."""
-    cuts = [0, *accumulate(counts)]
-    letters = EMBEDDING + DECODER * (cuts[-1] - 2) + PREDICTION * mtp + LOSS
-    cuts[-1] += mtp
-    return "|".join(letters[a:b] for a, b in pairwise(cuts))
+    """Stages of so many layers each in Megatron's letters, such as `Ett||tmL`: E is the first layer, the embedding, L
+    the last one, the head, and `mtp` times m the one before it, multi-token prediction modules."""
+    decoders = sum(counts) - 2 - (mtp > 0)
+    return in_stages([EMBEDDING, *DECODER * decoders, *[PREDICTION * mtp] * (mtp > 0), LOSS], counts)
+
+
+def in_stages(letters: Sequence[str], counts: Sequence[int]) -> str:
+    """The letters of a row of layers with | between stages of so many layers each."""
+    return "|".join("".join(letters[a:b]) for a, b in pairwise((0, *accumulate(counts))))
+
+
+def take_arguments(text: str) -> tuple[dict[str, str], str]:
+    """The arguments among `NAMES` in a text, by our short names, and the text without them."""
+    found = {NAMES.get(name.replace("_", "-"), name): value for name, value in _ARGUMENT.findall(text)}
+    return found, _ARGUMENT.sub("", text)
+
+
+def read(found: dict[str, str], rest: str, problem: Problem) -> Schedule:
+    """The schedule that Megatron runs by these arguments, with the problem's layers in stages as they say. In a hybrid
+    each of them is one letter.
+
+    Raises InputError if they are for other devices or layers, or divide a pipeline in another way.
+    """
+    if others := re.findall(r"[\w-]*pipeline[\w-]*", rest):
+        raise InputError(f"{others[0]}: is not read; expected {', '.join(NAMES)}")
+    ranks, m = len(problem.devices), problem.microbatches
+    numbers = {name: int(word) if word.isdigit() else 0 for name, word in found.items()}
+    chunks, group, layers = numbers.get("chunks", 1), numbers.get("group", ranks), None
+    if numbers["pp"] != ranks:
+        raise InputError(f"pipeline-model-parallel-size = {found['pp']}: the problem has {ranks} devices")
+    if "layout" in found or "pattern" in found:
+        layers = [n + (modules > 0) for n, modules in zip(*read_stages(found, ranks), strict=True)]
+        layers[0], layers[-1], chunks = layers[0] + 1, layers[-1] + 1, len(layers) // ranks
+    placed = Placement.from_dict({"chunks": chunks, "layers": layers}, "arguments").apply(problem)
+    if chunks > 1 and group not in _groups(ranks, m):
+        raise InputError(f"groups of {group}: Megatron takes at least {ranks} of {m} micro-batches, the last ones, too")
+    programs = tuple(map(Program.from_items, order(ranks, chunks, m, group)))
+    return Schedule(placed, programs, method="interleaved" if chunks > 1 else "1f1b")
+
+
+def read_stages(found: Mapping[str, str], ranks: int, letters: Sequence[str] = ()) -> tuple[list[int], list[int]]:
+    """How many layers and how many multi-token prediction modules each stage of a layout has, or of a pattern for
+    layers of these letters; by default each has one.
+
+    Raises InputError if so many ranks do not take the stages (rank r those numbered r, r + ranks, and on).
+    """
+    if "layout" in found:
+        texts = read_layout(found["layout"])
+        require_ends(texts, ranks)
+        layers, modules = ([text.count(letter) for text in texts] for letter in (DECODER, PREDICTION))
+    else:
+        layers, modules = _read_pattern(found["pattern"], letters)
+    if len(layers) % ranks:
+        raise InputError(f"{len(layers)} stages: expected as many on each of pp = {ranks} ranks")
+    return layers, modules
+
+
+def read_layout(text: str) -> list[str]:
+    """The letters of each stage of a `--pipeline-model-parallel-layout`, such as `Et*2|(tt|)*3mL`, as Megatron-core
+    repeats them: first what is in parentheses, then single letters; commas say nothing.
+
+    Raises InputError if a letter is none of Megatron's.
+    """
+    letters = text.replace(",", "")
+    if any(len(times) > 4 for times in re.findall(r"\*(\d+)", letters)):
+        raise InputError(f"layout = {text!r}: repetitions of at most 4 digits were expected")
+    for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        letters = re.sub(repetition, lambda found: found[1] * int(found[2]), letters)
+    if wrong := re.search(r"[^EtmL|]", letters):
+        nested = ", no parentheses within others" if wrong[0] in "()" else ""
+        raise InputError(f"layout = {text!r}: has {wrong[0]!r}; E, t, m, L, |, x*n and (...)*n were expected{nested}")
+    return letters.split("|")
+
+
+def require_ends(stages: Sequence[str], ranks: int) -> None:
+    """Raises InputError unless embedding, layers, modules and loss are in the order in which Megatron has them."""
+    letters, what = "".join(stages), f"layout {'|'.join(stages)!r}"
+    if not re.fullmatch("Et*m*L", letters) or not stages[0] or not stages[-1]:
+        raise InputError(f"{what}: one E in the first stage, then all t, then all m, and one L in the last stage")
+    having = [s for s, stage in enumerate(stages) if PREDICTION in stage]
+    if len(having) > 1 or any(s < len(stages) - ranks for s in having):
+        raise InputError(f"{what}: all m in one stage, the last of its rank, were expected; stages {having} have some")
+
+
+def _read_pattern(text: str, letters: Sequence[str]) -> tuple[list[int], list[int]]:
+    main, *predicting = text.split("/")
+    own, layers = list(letters or main.replace("|", "")), list[int]()
+    for s, stage in enumerate(main.split("|")):
+        left, before = stage, len(own)
+        while own and left.startswith(own[0]):
+            left = left.removeprefix(own.pop(0))
+        if left:
+            raise InputError(f"pattern = {text!r}: stage {s} has {left!r}, the model {''.join(own) or 'no more'!r}")
+        layers.append(before - len(own))
+    return layers, [*[0] * (len(layers) - 1), len(predicting)]
 
 
 def order(ranks: int, chunks: int, microbatches: int, group: int) -> Order:
@@ -148,8 +252,13 @@ def _group(schedule: Schedule) -> int | None:
         return 1
     first = schedule.programs[schedule.problem.stages[0].device]
     passed = sum(1 for _ in takewhile(lambda item: isinstance(item, Op) and item.stage == 0, first))
-    sizes = [size for size in range(ranks, m + 1) if m % size == 0 or m % size >= ranks]
+    sizes = _groups(ranks, m)
     return passed if passed in sizes else min(sizes, default=None)
+
+
+def _groups(ranks: int, microbatches: int) -> list[int]:
+    sizes = range(ranks, microbatches + 1)
+    return [size for size in sizes if microbatches % size == 0 or microbatches % size >= ranks]
 
 
 def _difference(schedule: Schedule, group: int) -> tuple[int, Op | Pair | None, Op | None] | None:

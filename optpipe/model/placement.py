@@ -33,7 +33,7 @@ NAMES: dict[Shape, str] = {"looped": "looped", "v": "V-shaped", "bidirectional":
 MOST_CHUNKS = 64  # per device
 MOST_TOLD = 8  # stages whose layers are told one by one
 ROUNDING = 1e-9  # relative: sums of the same times in another order may differ by so much
-Count = Annotated[int, Field(strict=True, ge=1)]
+Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class Placement(Document):

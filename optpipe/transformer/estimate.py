@@ -99,16 +99,24 @@ class Estimate:
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """How many pieces each stage has: its layers, and the embedding or the head."""
-        counts = list(self.parallelism.layers or even_layers(self.shape.layers, self.parallelism.stages, self.run.mtp))
-        if sum(counts) != self.shape.layers:
-            raise InputError(f"layers add up to {sum(counts)}: the model has {self.shape.layers}")
+        """How many pieces each stage has: its layers, and the embedding, the head or the prediction modules."""
+        parallelism, layers = self.parallelism, self.shape.layers
+        counts = list(parallelism.layers or even_layers(layers, parallelism.stages, self.run.mtp))
+        if sum(counts) != layers:
+            raise InputError(f"layers add up to {sum(counts)}: the model has {layers}")
+        last = parallelism.stages - 1
+        predicting = last if parallelism.mtp_stage is None else parallelism.mtp_stage
+        if self.run.mtp and (predicting > last or any(counts[predicting + 1 :])):
+            raise InputError(f"mtp_stage = {predicting}: expected a stage behind which no stage has layers")
         counts[0] += 1
-        counts[-1] += self.parallelism.head_parts
-        if 0 in counts:
+        counts[-1] += parallelism.head_parts
+        counts[predicting] += self.run.mtp > 0
+        if 0 in counts and parallelism.layers is None:
             raise InputError(
-                f"pp · chunks = {len(counts)}: stage {counts.index(0)} has no layer, the model has {self.shape.layers}"
+                f"pp · chunks = {len(counts)}: stage {counts.index(0)} has no layer, the model has {layers}"
             )
+        if idle := set(self.order) - {device for device, count in zip(self.order, counts, strict=True) if count}:
+            raise InputError(f"layers = {parallelism.layers}: device {min(idle)} has none")
         return tuple(counts)
 
     @cached_property
@@ -195,7 +203,7 @@ class Estimate:
         """Parameters of the whole model; matrices that are there twice count once."""
         whole = all_pieces(Share(self.shape, Parallelism(), self.run, self.sequence))
         total = sum(piece.weights + piece.expert_weights for piece in whole)
-        return round(total - (self.shape.embedding_matrix if self.shape.tied or self.run.mtp else 0))
+        return round(total - self.shape.embedding_matrix * (self.shape.tied + (self.run.mtp > 0)))
 
     @property
     def model_flops(self) -> float:
@@ -366,10 +374,9 @@ def count_weights(share: Share, pieces: Sequence[Piece]) -> tuple[float, float]:
 
 
 def _shared_weights(share: Share, pieces: Sequence[Piece]) -> float:
-    """How many weights a device with embedding and head has once, though both count them."""
-    both = {"embedding", "head"} <= {piece.kind for piece in pieces}
-    copied = both and (share.shape.tied or share.run.mtp > 0)
-    return share.shape.embedding_matrix / share.parallelism.tp if copied else 0.0
+    """How many weights a device has once, though several of its pieces count them."""
+    counting = {"embedding", "prediction", *(["head"] if share.shape.tied else [])} & {piece.kind for piece in pieces}
+    return max(0, len(counting) - 1) * share.shape.embedding_matrix / share.parallelism.tp
 
 
 def kept_weights(share: Share, pieces: Sequence[Piece], zero: int) -> float:

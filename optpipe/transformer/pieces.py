@@ -26,14 +26,14 @@ LOSS = 5  # times that F of a cross entropy over divided logits reads or writes 
 
 
 def all_pieces(share: Share) -> list[Piece]:
-    """Embedding, layers, head."""
+    """Embedding, layers, multi-token prediction modules if there are any, head."""
     shape = share.shape
     kinds = [(shape.parts_of(i), shape.window_of(i)) for i in range(shape.layers)]
     layers = {kind: _layer(share, *kind) for kind in set(kinds)}
     heads = _heads(share)
     if share.run.mtp:
         parts, window = kinds[-1]
-        heads = [_with_prediction(share, heads[0], _layer(share, f"*{parts.strip('*M')}", window))]
+        heads = [_prediction(share, _layer(share, f"*{parts.strip('*M')}", window)), _again(heads[0], share.run.mtp)]
     pieces = [_embedding(share), *(layers[kind] for kind in kinds), *heads]
     return [_adapted(piece, share.run.lora) for piece in pieces] if share.run.lora else pieces
 
@@ -92,11 +92,11 @@ def _heads(share: Share) -> list[Piece]:
     return [first, *[part] * (parts - 1)]
 
 
-def _with_prediction(share: Share, head: Piece, layer: Piece) -> Piece:
-    """The head, and multi-token prediction modules: each two norms, a matrix of 2h to h, a layer, the head again.
+def _prediction(share: Share, layer: Piece) -> Piece:
+    """Multi-token prediction modules: each two norms, a matrix of 2h to h, a layer; the head is used again for each.
 
-    DeepSeek-V3 (2024), section 2.2. Their embedding and head are the model's: of the embedding this has a copy, which a
-    device that has the embedding, too, has once. Nothing of them is computed again.
+    DeepSeek-V3 (2024), section 2.2. Of the embedding this has a copy, which a device that has the embedding, too, has
+    once. Nothing of them is computed again.
     """
     shape, whole, modules = share.shape, share.message_bytes, share.run.mtp
     joined = Work(
@@ -105,16 +105,23 @@ def _with_prediction(share: Share, head: Piece, layer: Piece) -> Piece:
         passes=3,
     )
     saved = (Saved("norms' inputs", 2 * whole), Saved("projection's input", 2 * whole, operand=True))
-    kept = tuple(replace(each, dropped_by=None) for each in (*saved, *layer.saved, *head.saved))
-    copied = 0.0 if shape.tied else shape.embedding_matrix / share.parallelism.tp
-    vectors = 2 * shape.hidden + shape.all_vectors.head
+    kept = tuple(replace(each, dropped_by=None) for each in (*saved, *layer.saved))
+    copied, vectors = shape.embedding_matrix / share.parallelism.tp, 2 * shape.hidden + shape.all_vectors.head
     return Piece(
-        kind="head",
-        weights=head.weights + copied + modules * (layer.weights + 2 * shape.hidden**2 + vectors),
+        kind="prediction",
+        weights=copied + modules * (layer.weights + 2 * shape.hidden**2 + vectors),
         expert_weights=modules * layer.expert_weights,
-        saved=(*head.saved, *modules * kept),
-        gradients=head.gradients + modules * (layer.gradients + head.gradients + whole),
-        work=reduce(add, modules * [joined + layer.work + head.work], head.work),
+        saved=modules * kept,
+        gradients=modules * (layer.gradients + whole),
+        work=reduce(add, modules * [joined + layer.work]),
+    )
+
+
+def _again(head: Piece, modules: int) -> Piece:
+    """The head, used once more for each multi-token prediction module."""
+    times = 1 + modules
+    return replace(
+        head, saved=times * head.saved, gradients=times * head.gradients, work=reduce(add, times * [head.work])
     )
 
 

@@ -246,6 +246,8 @@ class Parallelism(Document):
     layers
         Transformer layers of each of the pp · chunks stages, such as 9,10,10,9. Default: even, and the first and the
         last stage, which have the embedding and the head, get no layer that is left over.
+    mtp_stage
+        The stage of multi-token prediction modules; by default the last one, which has the head.
     head_parts
         In how many parts the head's vocabulary is cut; stages get them as they get layers, the last one by default.
     sequence_parallel
@@ -264,6 +266,7 @@ class Parallelism(Document):
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)] = 1
     shape: Literal["looped", "v"] = "looped"
     layers: Annotated[Items[Count], BeforeValidator(_counts), Field(min_length=1, max_length=4096)] | None = None
+    mtp_stage: Count | None = None
     head_parts: Annotated[int, Field(strict=True, ge=1, le=64)] = 1  # layers of a problem are at most 4096
     sequence_parallel: bool = True
 

@@ -128,7 +128,7 @@ class Piece:
     are trained, None: all.
     """
 
-    kind: Literal["embedding", "dense", "expert", "head"]
+    kind: Literal["embedding", "dense", "expert", "prediction", "head"]
     weights: float
     saved: tuple[Saved, ...]
     gradients: float

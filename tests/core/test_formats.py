@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import problems
 from support.examples import examples
+from support.layouts import RECIPES
 from support.problems import parsed, strategies
 from support.problems.units import units
 
@@ -297,6 +298,91 @@ def test_layers_add_up_to_their_stage_in_all_bytes() -> None:
     with pytest.raises(InputError, match=r"stages\[0\] does not consist of layers 0 and on"):
         megatron.layer_counts(placed.replace(stages=[fewer, last]))
     assert megatron.layer_counts(placed.replace(stages=[fewer, last], stack="torch")) == [4, 2]
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_the_layouts_of_recipes_are_read_as_megatron_reads_them(text: str) -> None:
+    stages = megatron.read_layout(text)
+    assert [stage.count("t") for stage in stages] == RECIPES[text]
+    assert "".join(stages).count("m") == text.count("m")
+    if text[0] == "E":
+        assert megatron.read_stages({"layout": text}, len(stages))[0] == RECIPES[text]
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "said"),
+    [
+        (
+            "E((t|)*2t)*2L",
+            1,
+            r"has '\('; E, t, m, L, \|, x\*n and \(...\)\*n were expected, no parentheses within others",
+        ),
+        ("Et*|L", 2, r"has '\*'"),
+        ("Ed|L", 2, "has 'd'"),
+        ("Et*99999L", 1, "repetitions of at most 4 digits were expected"),
+        ("Et|tL", 3, "2 stages: expected as many on each of pp = 3 ranks"),
+        ("|EtL", 2, "one E in the first stage"),
+        ("Et|tL|", 3, "one L in the last stage"),
+        ("Em|tL", 2, "then all t, then all m"),
+        ("Et|tm|mL", 3, r"all m in one stage, the last of its rank, were expected; stages \[1, 2\] have some"),
+        ("Et|tm|L|", 2, "one L in the last stage"),
+        ("Ettm|||L", 2, r"the last of its rank, were expected; stages \[0\] have some"),
+    ],
+)
+def test_a_fault_in_a_layout_is_one_sentence(text: str, ranks: int, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        megatron.read_stages({"layout": text}, ranks)
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(data=st.data(), ranks=st.integers(1, 4), chunks=st.integers(1, 3), m=st.integers(1, 9))
+def test_arguments_are_read_back_as_the_schedule(data: st.DataObject, ranks: int, chunks: int, m: int) -> None:
+    """Also with empty stages; the problem had other ones."""
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=ranks * chunks, max_size=ranks * chunks))
+    counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
+    count = max(sum(counts), ranks)
+    counts[0] += count - sum(counts)
+    layers = [EMBEDDING, *[LAYER] * (count - 2), HEAD][:count] if count > 1 else [HEAD]
+    row = problems.pipeline(ranks, m, 10**9, problems.stage(), layers=layers)
+    placed = Placement(chunks=chunks, layers=tuple(counts)).apply(row)
+    sizes = [n for n in range(ranks, m + 1) if m % n == 0 or m % n >= ranks] if chunks > 1 else [ranks]
+    if not sizes or count < 2:
+        return
+    group = data.draw(st.sampled_from(sizes))
+    programs = tuple(map(Program.from_items, megatron.order(ranks, chunks, m, group)))
+    text = export_schedule(Schedule(placed, programs), "megatron")
+    read = imported(f"torchrun train.py {text}".replace("\n", " \\\n"), row, "run.sh")
+    assert (read.programs, read.problem.stages) == (programs, placed.stages)
+    assert export_schedule(read, "megatron") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--pipeline-model-parallel-size 3", "pipeline-model-parallel-size = 3: the problem has 2 devices"),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+            "first-pipeline-num-layers: is not read",
+        ),
+        (
+            "pipeline_model_parallel_size=2 pipeline_model_parallel_layout='Et|L'",
+            "add up to 3: the problem has 4 layers",
+        ),
+        ("pipeline_model_parallel_size=2 hybrid_layer_pattern='M|M'", None),
+        ("pipeline_model_parallel_size=2 hybrid_layer_pattern='M|-M'", "add up to 5: the problem has 4 layers"),
+        (
+            "pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, pipeline_model_parallel_layout="
+            "'E|t|t|L', microbatch_group_size_per_vp_stage=3",
+            "groups of 3: Megatron takes at least 2 of 2 micro-batches",
+        ),
+    ],
+)
+def test_arguments_that_are_not_of_the_problem_are_refused(text: str, said: str | None) -> None:
+    if said is None:
+        assert imported(text, LAYERED, "run.txt").programs == tuple(map(Program.from_items, megatron.order(2, 1, 2, 1)))
+        return
+    with pytest.raises(InputError, match=said):
+        imported(text, LAYERED, "run.txt")
 
 
 def test_parts_of_a_head_are_no_layers() -> None:

@@ -20,14 +20,32 @@ def test_a_module_that_predicts_a_further_token_is_a_layer_a_projection_and_the_
     """DeepSeek-V3 (2024): the model has 671 billion parameters, its module 14 more, of which 2.7 are shared."""
     model = MODELS["deepseek-v3"]
     plain, further = (made(model, {"pp": 16, "ep": 8, "dp": 8}, mtp=mtp) for mtp in (0, 1))
-    layer, module, head = further.pieces[-2], further.pieces[-1], plain.pieces[-1]
+    layer, module, head = further.pieces[-3], further.pieces[-2], plain.pieces[-1]
     assert further.parameters - plain.parameters == pytest.approx(11.5e9, rel=0.01)
     projection = 2 * further.sequence * 2 * model.hidden * model.hidden
-    assert module.work.matmul == pytest.approx(layer.work.matmul + projection + 2 * head.work.matmul)
+    assert module.work.matmul == pytest.approx(layer.work.matmul + projection)
+    assert further.pieces[-1].work.matmul == pytest.approx(2 * head.work.matmul)
     assert module.activation_bytes("full") == module.activation_bytes("none") > layer.activation_bytes("none")
     assert even_layers(61, 32, mtp=1) == (1, *[2] * 30, 0)  # Et|(tt|)*30mL
-    assert further.cuts == (5, *[4] * 14, 2)  # Megatron-Bridge's Et*4|(t*4|)*14tmL, embedding and head counted
+    assert further.cuts == (5, *[4] * 14, 3)  # Megatron-Bridge's Et*4|(t*4|)*14tmL, embedding, module and head counted
     assert plain.cuts[-1] == 4
+
+
+def test_modules_that_predict_have_a_stage_of_their_own_and_stages_may_be_empty():
+    """`Et*3|(tt|)*29m|L`, then with an empty stage: the same pieces on other devices."""
+    model, split = MODELS["deepseek-v3"], {"pp": 16, "chunks": 2, "ep": 8, "dp": 8}
+    own = made(model, split | {"layers": [3, *[2] * 29, 0, 0], "mtp_stage": 30}, gpu="B300", mtp=1)
+    assert own.cuts == (4, *[2] * 29, 1, 1)
+    both = made(model, split | {"layers": [3, *[2] * 28, 0, 2, 0]}, gpu="B300", mtp=1)
+    assert both.cuts == (4, *[2] * 28, 0, 2, 2)
+    empty = both.problem.stages[29]
+    assert (empty.forward_ms, empty.activation_bytes, empty.device) == (0, 0, 13)
+    assert own.problem.stages[30].forward_ms + own.problem.stages[31].forward_ms == both.problem.stages[31].forward_ms
+    for layers, stage in ([3, *[2] * 28, 0, 1, 1], 30), ([3, *[2] * 29, 0, 0], 32):
+        with pytest.raises(InputError, match=f"mtp_stage = {stage}: expected a stage behind which no stage has layers"):
+            made(model, split | {"layers": layers, "mtp_stage": stage}, mtp=1)
+    with pytest.raises(InputError, match="device 1 has none"):
+        made(model, {"pp": 3, "layers": [30, 0, 31]})
 
 
 @pytest.mark.parametrize(("tied", "pp", "shape"), list(product((False, True), (1, 2), ("looped", "v"))))

@@ -4,16 +4,22 @@ than is certified. With parameters in float64, and to the bit where gradients ar
 `make stacks` runs it in an environment with the package.
 """
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import problems, tables
+from support.examples import examples
+from support.layouts import RECIPES
 from support.problems.published import Case, published
 from support.ranks import cases, megatron
 from support.ranks.megatron import Outcome
 from support.ranks.worker import Ranks
 
+from optpipe import InputError
 from optpipe.formats import megatron as form
 from optpipe.model.ops import OPTIMIZER, Kind
 from optpipe.model.placement import Placement
@@ -54,6 +60,29 @@ def require_same(what: str, outcomes: list[Outcome], expected: Outcome, toleranc
 def with_times(stage: Stage, other: Stage) -> Stage:
     """A stage with the bytes that were measured, and times that no busy machine changes."""
     return other.model_copy(update={name: getattr(stage, name) for name in Stage.model_fields if "bytes" in name})
+
+
+@pytest.mark.filterwarnings("ignore")  # of what its import lacks here
+@settings(deadline=None, max_examples=examples(300))
+@given(text=st.one_of(st.sampled_from([*RECIPES]), st.text("EtmL|()*,23", max_size=12)), ranks=st.integers(1, 8))
+def test_layouts_are_read_as_megatron_reads_them(text: str, ranks: int) -> None:
+    """Of any text the same stages, or both refuse it; and what we put on ranks, Megatron puts there, too."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    letters = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+    try:
+        theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
+    except AssertionError:
+        with pytest.raises(InputError):
+            form.read_layout(text)
+        return
+    assert form.read_layout(text) == ["".join(letters[layer.name] for layer in stage) for stage in theirs]
+    with suppress(InputError):
+        layers, modules = form.read_stages({"layout": text}, ranks)
+        read = PipelineParallelLayerLayout(text, ranks)
+        read.validate_layer_layout(sum(layers), sum(modules))
+        by_rank = [[[layer.name for layer in stage].count("decoder") for stage in rank] for rank in read.layout]
+        assert by_rank == [layers[rank::ranks] for rank in range(ranks)]
 
 
 def test_every_published_schedule_has_the_losses_and_gradients_of_megatrons_own(ranks: Ranks) -> None:

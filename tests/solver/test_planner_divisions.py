@@ -13,7 +13,7 @@ from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run, StateSpace
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import candidates
+from optpipe_solver.planner.candidates import Today, candidates, running
 from optpipe_solver.planner.search import published
 from optpipe_solver.systems import generate
 
@@ -145,10 +145,37 @@ def test_settings_of_other_stacks() -> None:
     assert "--pipeline-model-parallel-layout 'Ett|tt|tt|L'" in flags
     assert "--microbatch-group-size-per-virtual-pipeline-stage 2" in flags
     assert "--untie-embeddings-and-output-weights" in flags
+    assert [line for line in settings.bridge(looped) if "pipeline" in line or "share" in line or "size" in line] == [
+        "model.tensor_model_parallel_size=2",
+        "train.micro_batch_size=2",
+        "train.global_batch_size=8",
+        "model.pipeline_model_parallel_size=2",
+        "model.pipeline_model_parallel_layout='Ett|tt|tt|L'",
+        "model.microbatch_group_size_per_vp_stage=2",
+        "model.share_embeddings_and_output_weights=false",
+        "model.virtual_pipeline_model_parallel_size=2",
+    ]
     run = looped.estimate.run.model_copy(update={"mtp": 2})
-    flags = settings.megatron(replace(looped, estimate=replace(looped.estimate, run=run)))
-    assert "--pipeline-model-parallel-layout 'Ett|tt|tt|mmL'" in flags
-    assert "--mtp-num-layers 2" in flags
+    for stage, layout in (None, "Ett|tt|tt|mmL"), (2, "Ett|tt|ttmm|L"):
+        division = looped.estimate.parallelism.model_copy(update={"mtp_stage": stage, "layers": (2, 2, 2, 0)})
+        further = question(9 * RESERVED).candidate(estimate(looped.estimate.shape, division, GPUS["H100"], run))
+        flags = settings.megatron(scheduled(further, "interleaved"))
+        assert f"--pipeline-model-parallel-layout '{layout}'" in flags
+        assert "--mtp-num-layers 2" in flags
+
+
+def test_a_plan_puts_prediction_modules_where_the_longest_stage_is_shortest() -> None:
+    """Two modules take as long as two layers: with them before the head no stage of four has three."""
+    asked = question(9 * RESERVED, run=Run(microbatches=1, mtp=2), stack="megatron")
+    made = [c.estimate for c in candidates(asked) if c.estimate.parallelism.mtp_stage is not None]
+    apart = [each for each in made if each.parallelism.mtp_stage < each.parallelism.stages - 1]
+    assert apart
+    for each in apart:
+        assert each.cuts[-1] == 1
+        together = each.divided(each.parallelism.model_copy(update={"mtp_stage": None, "layers": None}), each.run)
+        assert max(stage.forward_ms for stage in each.problem.stages) < max(
+            stage.forward_ms for stage in together.problem.stages
+        )
 
 
 @pytest.mark.parametrize(
@@ -156,17 +183,30 @@ def test_settings_of_other_stacks() -> None:
     [
         ({"lora": 8}, "optpipe", "lora = 8: adapters are not planned"),
         ({"mtp": 1}, "torch", "mtp = 1: expected 0 with stack torch"),
+        ({"mtp": 1, "hybrid": True}, "megatron", "mtp = 1: expected 0 for a hybrid with stack megatron"),
     ],
 )
 def test_what_no_settings_are_written_for_is_not_planned(run: dict[str, int], stack: str, message: str) -> None:
+    model = MODELS["nemotron-3-nano"] if run.pop("hybrid", False) else SMALL
     with pytest.raises(InputError, match=message):
-        question(run=Run.from_dict({"microbatches": 1, **run}, "run"), stack=stack)
+        question(run=Run.from_dict({"microbatches": 1, **run}, "run"), stack=stack, model=model)
 
 
-def test_a_hybrid_is_not_planned_for_megatron() -> None:
-    with pytest.raises(InputError, match="stack = megatron: expected optpipe or torch for a hybrid model"):
-        question(model=MODELS["nemotron-3-nano"], stack="megatron")
-    assert candidates(question(9 * RESERVED, model=MODELS["nemotron-3-nano"], stack="torch", gpu=GPUS["B200"]))
+@pytest.mark.parametrize(("name", "layers"), [("nemotron-3-nano", "MEMEM*E"), ("qwen3-next-80b-a3b", "GEGEGE*E")])
+def test_a_hybrid_has_megatrons_hybrid_pattern(name: str, layers: str) -> None:
+    asked = question(80 * RESERVED, model=MODELS[name], stack="megatron", gpu=GPUS["B200"], gpus=8, batch=8)
+    found = next(c for c in candidates(asked) if c.estimate.parallelism.pp == 4 and c.estimate.parallelism.chunks == 1)
+    (written,) = (line for line in settings.megatron(scheduled(found)) if "pattern" in line or "layout" in line)
+    stages = written.removeprefix("--hybrid-layer-pattern '").removesuffix("'").split("|")
+    assert "".join(stages).startswith(layers)
+    letters = settings.hybrid_letters(MODELS[name])
+    assert [len(stage) // len(letters[0]) for stage in stages] == [
+        sum(found.estimate.pieces[i].is_layer for i in stage) for stage in found.estimate.stages
+    ]
+    today = running(Today.read(f"pp 4, {written}, ep {found.estimate.parallelism.ep}"), asked)
+    assert today.candidate.estimate.cuts == found.estimate.cuts
+    with pytest.raises(InputError, match=r"stage 0 has 'M?-', the model"):
+        running(Today.read("pp 2, pattern M-|-"), asked)
 
 
 def test_tensor_parallelism_divides_a_state_space() -> None:

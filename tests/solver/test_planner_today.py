@@ -8,6 +8,7 @@ from support.problems.planning import RESERVED, planned, question
 from optpipe import InputError
 from optpipe.model.ops import Kind
 from optpipe.transformer.presets import GPUS, MODELS
+from optpipe.transformer.records import Run
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidates import Today, running
 
@@ -47,6 +48,37 @@ def test_what_torch_cannot_split_today_is_named_and_predicted_whole(text: str) -
 
 
 @pytest.mark.parametrize(
+    ("text", "cuts", "chunks"),
+    [
+        ("pp 4, layout Et*2|(t|)*2,ttL, 1f1b", (3, 1, 1, 3), 1),
+        ("tp 2,pp 2,--pipeline-model-parallel-layout='E|t|(tt|)*2t|L|', interleaved", None, 0),
+        ('tp 2, pp 2, pipeline_model_parallel_layout: "E|tt||ttttL",interleaved', (1, 2, 0, 5), 2),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|ttttttL, tp 2", (1, 7), 1),
+    ],
+)
+def test_a_layout_of_megatron_is_what_stages_have_today(text: str, cuts: tuple[int, ...] | None, chunks: int) -> None:
+    asked = question(9 * RESERVED, stack="megatron")
+    if cuts is None:
+        with pytest.raises(InputError, match=r"one E in the first stage, .* and one L in the last stage"):
+            running(Today.read(text), asked)
+        return
+    found = running(Today.read(text), asked)
+    assert found.candidate.estimate.cuts == cuts
+    assert found.candidate.estimate.parallelism.chunks == chunks
+    assert not any("chunks" in each for each in found.assumed)
+    counted = [len(stage) for stage in found.candidate.estimate.stages]
+    assert [stage.forward_ms > 0 for stage in found.schedule.problem.stages] == [count > 0 for count in counted]
+
+
+def test_a_layout_has_as_many_prediction_modules_as_are_asked_for() -> None:
+    asked = question(9 * RESERVED, stack="megatron", run=Run(microbatches=1, mtp=1))
+    found = running(Today.read("pp 4, layout Ettt|tt|tm|L"), asked)
+    assert found.candidate.estimate.parallelism.mtp_stage == 2
+    with pytest.raises(InputError, match="has 2 multi-token prediction modules, so --mtp 2"):
+        running(Today.read("pp 4, layout Ettt|tt|tmm|L"), asked)
+
+
+@pytest.mark.parametrize(
     ("text", "assumed"),
     [
         ("pp 2, zb-h1", "tp 1, cp 1, zero 1, chunks 1, sequences 1, recompute none"),
@@ -67,6 +99,9 @@ def test_all_that_is_not_named_of_today_is_listed(text: str, assumed: str) -> No
         ("dp 4, sequences 3", "4 replicas of micro-batches of 3 sequences must divide the batch of 8"),
         ("pp 4, zb-v, chunks 3", "chunks = 4: 12 stages|pp · chunks = 12"),
         ("pp 2, zb-v, chunks 3", "zb-v is not a schedule of tp 1, pp 2"),
+        ("pp 4, layout Ettt|ttL", "2 stages: expected as many on each of pp = 4 ranks"),
+        ("pp 2, layout Ettt|ttL", "layers add up to 5: the model has 6"),
+        ("pp 2, layout Ettt|tttL, chunks 2", "has 1 stages a rank, not chunks 2"),
         ("pp four", "'pp four' is neither a number of tp, pp"),
     ],
 )

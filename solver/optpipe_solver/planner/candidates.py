@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from optpipe.errors import InputError
+from optpipe.formats import megatron
 from optpipe.formats.stacks import STACKS
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Shape, even_cuts
@@ -26,6 +27,7 @@ from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
 from optpipe.transformer.work import LEVELS
 from optpipe_solver import tuning
+from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import ROOMY, Candidate
 from optpipe_solver.systems import SYSTEMS, generate
 
@@ -70,13 +72,10 @@ class Question(Document):
     def _possible(self) -> Self:
         if self.run.lora:
             raise ValueError(f"lora = {self.run.lora}: adapters are not planned; optpipe model estimates them")
-        if self.model.parts and self.stack == "megatron":
+        if self.run.mtp and (self.stack == "torch" or (self.stack == "megatron" and self.model.parts)):
+            of = "for a hybrid " * (self.stack == "megatron")
             raise ValueError(
-                "stack = megatron: expected optpipe or torch for a hybrid model, as its hybrid pattern is not written"
-            )
-        if self.run.mtp and self.stack == "torch":
-            raise ValueError(
-                f"mtp = {self.run.mtp}: expected 0 with stack torch, for which no such settings are written"
+                f"mtp = {self.run.mtp}: expected 0 {of}with stack {self.stack}, for which no such settings are written"
             )
         return self
 
@@ -139,7 +138,7 @@ def _estimates(question: Question) -> Iterator[Estimate]:
     """Yield every division with every micro-batch size and recomputation; each partition of the layers once."""
     model, gpu = question.model, question.usable
     pieces: dict[tuple[Any, ...], Estimate] = {}
-    balanced: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    balanced: dict[tuple[Any, ...], tuple[tuple[int, ...], int]] = {}
     for division in _divisions(question):
         pp, dp, cp, zero = division.pp, division.dp, division.cp, division.zero
         replica_batch = question.batch // dp
@@ -176,9 +175,13 @@ def _estimates(question: Question) -> Iterator[Estimate]:
                         cuts = list(even_cuts(estimated.layers, [ROOMY] * even.stages))
                         cuts[0] -= 1  # the embedding, and at the end the head, are no layers
                         cuts[-1] -= 1
-                        balanced[key] = tuple(cuts)
-                    if balanced[key] != even_layers(model.layers, even.stages, run.mtp):
-                        yield estimated.divided(even.model_copy(update={"layers": balanced[key]}), run)
+                        with_modules = even.stages - 1 - (cuts[-1] == 0 and even.stages > 1)
+                        cuts[with_modules] -= run.mtp > 0
+                        balanced[key] = tuple(cuts), with_modules
+                    layers, mtp_stage = balanced[key]
+                    if balanced[key] != (even_layers(model.layers, even.stages, run.mtp), even.stages - 1):
+                        changed = {"layers": layers, "mtp_stage": mtp_stage if run.mtp else None}
+                        yield estimated.divided(even.model_copy(update=changed), run)
 
 
 def _divisions(question: Question) -> Iterator[Parallelism]:
@@ -247,20 +250,27 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Today:
-    """What runs today: degrees that are named, and the published schedule. What is not named is the stack's default."""
+    """What runs today: degrees that are named, and the published schedule. What is not named is the stack's default.
+
+    `written` has the `layout` or the `pattern` by which Megatron divides the layers, if it is named.
+    """
 
     text: str
     degrees: Mapping[str, int]
+    written: Mapping[str, str]
     method: str = "1f1b"
     recompute: Recompute = "none"
     assumed: tuple[str, ...] = ()  # of these two, those that are not named
 
     @classmethod
     def read(cls, text: str) -> Today:
-        """Read parts with commas between. Raises InputError for one that is none of them."""
+        """Read parts with commas between, or arguments of Megatron. Raises InputError for what is none of them."""
         degrees: dict[str, int] = {}
         method = recompute = None
-        for part in (part.strip().lower() for part in text.split(",")):
+        arguments, rest = megatron.take_arguments(text)
+        written: dict[str, str] = {name: arguments.pop(name) for name in ("layout", "pattern") if name in arguments}
+        parts = [part.strip().lower() for part in rest.split(",")]
+        for part in (*map(" ".join, arguments.items()), *(part for part in parts if part or not arguments | written)):
             if found := _PART.fullmatch(part):
                 degrees[found[1]] = int(found[2])
             elif part in SYSTEMS:
@@ -273,7 +283,15 @@ class Today:
                     f"published schedule such as 1f1b, nor recompute {', '.join(LEVELS)}"
                 )
         assumed = (*[f"recompute {LEVELS[0]}"] * (recompute is None), *["1f1b"] * (method is None))
-        return cls(text, degrees, method or "1f1b", recompute or LEVELS[0], assumed)
+        return cls(text, degrees, written, method or "1f1b", recompute or LEVELS[0], assumed)
+
+    def _division(self, question: Question, pp: int) -> dict[str, Any]:
+        """The fields of a `Parallelism` by a layout or a pattern. Raises InputError if it is that of another model."""
+        layers, modules = megatron.read_stages(self.written, pp, settings.hybrid_letters(question.model))
+        if (mtp := sum(modules)) != question.run.mtp:
+            raise InputError(f"today = {self.text!r}: has {mtp} multi-token prediction modules, so --mtp {mtp}")
+        stage = modules.index(mtp) if mtp else None
+        return {"layers": layers, "mtp_stage": stage, "chunks": len(layers) // pp}
 
     def estimates(self, question: Question) -> Iterator[Estimate]:
         """Yield the estimates of the stages that the schedule may be for. Raises InputError if there is no such
@@ -298,10 +316,14 @@ class Today:
             degrees.setdefault("etp", 1)
         degrees.setdefault("zero", _zeros(question, degrees["pp"], replicas)[-1 if question.stack == "torch" else 0])
         run = question.run_of(question.batch // dp // size, size, self.recompute)
-        for count in (chunks,) if chunks is not None else (1, 2):
+        written = self._division(question, degrees["pp"]) if self.written else {}
+        if written and chunks not in (None, written["chunks"]):
+            raise InputError(f"today = {self.text!r}: has {written['chunks']} stages a rank, not chunks {chunks}")
+        for count in (chunks,) if chunks is not None else (written.get("chunks", 1),) if written else (1, 2):
             shapes: tuple[Shape, ...] = ("looped", "v")
-            for shape in shapes if count != 1 else shapes[:1]:
-                division = Parallelism.from_dict(degrees | {"chunks": count, "shape": shape}, f"today = {self.text!r}")
+            for shape in shapes if count != 1 and not written else shapes[:1]:
+                fields = degrees | {"chunks": count, "shape": shape} | written
+                division = Parallelism.from_dict(fields, f"today = {self.text!r}")
                 yield estimate(question.model, division, question.usable, run)
 
 
@@ -346,7 +368,8 @@ def running(today: Today, question: Question) -> Running:
                 schedule = ample.as_run(generate(today.method, ample.problem))
                 needs = max(ample.used_bytes(schedule))
                 has = estimated.parallelism.model_dump() | {"sequences": estimated.run.microbatch_size}
-                without = {"dp", *["ep"] * (not question.model.experts), *["chunks"] * (has["pp"] == 1)}
+                without = {"dp", *["ep"] * (not question.model.experts)}
+                without |= {"chunks"} if has["pp"] == 1 or today.written else set()
                 names = [name for name in DEGREES if name not in {*today.degrees, *without} and has[name] is not None]
                 assumed = (*(f"{name} {has[name]}" for name in names), *today.assumed)
                 candidate = question.candidate(estimated)

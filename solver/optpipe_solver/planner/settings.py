@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import shlex
+from shlex import quote
+
 from optpipe.formats import modules
 from optpipe.formats.megatron import write as megatron_arguments
 from optpipe.formats.torch_csv import schedule_placing
 from optpipe.transformer.estimate import Estimate
-from optpipe.transformer.records import ModuleNames
+from optpipe.transformer.records import ModuleNames, Transformer
 from optpipe_solver.planner.candidate import Candidate
 
 OPTIONAL = ("cp", "ep")  # degrees that are written only where they divide something
@@ -31,6 +34,14 @@ MEGATRON = {
     "size": "--micro-batch-size",
     "batch": "--global-batch-size",
     "sequence": "--seq-length",
+}
+BRIDGE = {
+    "--micro-batch-size": "train.micro_batch_size",
+    "--global-batch-size": "train.global_batch_size",
+    "--use-distributed-optimizer": "ddp.use_distributed_optimizer",
+    "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights",
+    "--num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
 }
 
 
@@ -101,7 +112,8 @@ def megatron(candidate: Candidate) -> list[str]:
     parallelism, run = estimate.parallelism, estimate.run
     flags = _numbers(estimate, MEGATRON)
     if parallelism.pp > 1 and candidate.schedule:
-        flags += megatron_arguments(candidate.schedule, run.mtp).splitlines()
+        letters = hybrid_letters(estimate.shape) if estimate.shape.parts else ()
+        flags += megatron_arguments(candidate.schedule, run.mtp, letters).splitlines()
     flags += [f"--mtp-num-layers {run.mtp}"] if run.mtp else []
     flags += [f"--expert-tensor-parallel-size {parallelism.etp}"] if parallelism.etp else []
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
@@ -112,6 +124,25 @@ def megatron(candidate: Candidate) -> list[str]:
     elif run.recompute == "selective":
         flags.append("--recompute-granularity selective")
     return flags
+
+
+def bridge(candidate: Candidate) -> list[str]:
+    """Return the same as overrides of a Megatron-Bridge configuration, whose options have other names."""
+    words, lines = shlex.split(" ".join(megatron(candidate))), list[str]()
+    for name, value in zip(words, [*words[1:], "--"], strict=True):
+        if name.startswith("--"):
+            option = BRIDGE.get(name, f"model.{name[2:].replace('-', '_')}")
+            given = "true" if value.startswith("--") else quote(value)
+            lines.append(f"{option}={'false' if 'share' in option else given}")
+    chunks = candidate.estimate.parallelism.chunks
+    return [*lines, *[f"{BRIDGE['--num-virtual-stages-per-pipeline-rank']}={chunks}"] * (chunks > 1)]
+
+
+def hybrid_letters(shape: Transformer) -> list[str]:
+    """Each layer in letters of `--hybrid-layer-pattern` (Megatron-core 0.19): G a gated delta rule, + latent keys."""
+    mixer, attention = shape.state_space, "+" if shape.kv_latent else "*"
+    letters = str.maketrans({"M": "G" if mixer and mixer.kind == "delta" else "M", "*": attention})
+    return [shape.parts_of(i).translate(letters) for i in range(shape.layers)]
 
 
 def _parts(estimate: Estimate, names: ModuleNames) -> list[list[str]]:
