@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.papers.calibration import most_held, where_it_reaches
 from benchmarks.papers.checks import Check, table
 from benchmarks.papers.costs import GIB, estimated
+from benchmarks.papers.formulas import idle_before_shallow, units_with_messages
 from benchmarks.problems import GB, pipeline, stage_costs
 from benchmarks.tables import head, line
 from optpipe.model.problem import Problem
@@ -20,7 +21,6 @@ from optpipe.model.records import one_for_all
 from optpipe.transformer.estimate import Estimate
 from optpipe.transformer.records import Recompute
 from optpipe_solver import systems
-from optpipe_solver.systems.chronos import idle_before_shallow, units_with_messages
 
 UNIT = 1000  # bytes of a chunk's activation
 LLAMA = "llama-2-70b"

@@ -11,13 +11,7 @@ import pytest
 from support.problems import with_budgets
 from support.problems.units import ACTIVATION, peaks, units
 
-from optpipe import InputError, Kind, Problem, Schedule, check
-from optpipe.lift import with_host_updates
-from optpipe.model.ops import COMPUTE
-from optpipe.model.program import KIND, PART, STAGE, Program, of_kinds
-from optpipe_solver import heuristics
-from optpipe_solver.systems import generate
-from optpipe_solver.systems.chronos import (
+from benchmarks.papers.formulas import (
     bubble_share,
     fits_in_bubbles,
     idle_before_deep,
@@ -25,6 +19,12 @@ from optpipe_solver.systems.chronos import (
     overlap,
     units_with_messages,
 )
+from optpipe import InputError, Kind, Problem, Schedule, check
+from optpipe.lift import with_host_updates
+from optpipe.model.ops import COMPUTE
+from optpipe.model.program import KIND, PART, STAGE, Program, of_kinds
+from optpipe_solver import heuristics
+from optpipe_solver.systems import generate
 
 AGAIN: dict[str, Any] = {"recompute": (1.0, 0)}
 
