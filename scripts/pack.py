@@ -8,7 +8,10 @@ is kept in build/pack.sqlite; a build that was ended goes on from there.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import json
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -20,13 +23,14 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
 from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule, check
-from optpipe_cache import Cache, features, structure, write_pack
+from optpipe_cache import Cache, features, structure
 from optpipe_cache.lookup import Entry
 from optpipe_cache.storage import PACK_PATH, FileStorage, StoredRow
 from optpipe_solver.bounds import lower_bound
 
 SOLVED = Path("build/pack.sqlite")
 WORK = 1_000_000  # ops that a search simulates
+BEGINNING_OF_ZIP = (1980, 1, 1, 0, 0, 0)  # the same rows make the same file
 
 DEVICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 CHUNKED = (2, 4, 8, 16)  # devices of pipelines that also come with two chunks each
@@ -116,6 +120,19 @@ def main() -> None:
     rows = [row for row in map(_row, cache.export_lines(), cache.entries()) if row.problem_sha256 in hashes]
     write_pack(asked.output, rows)
     print(f"{len(rows)} schedules, {unsolved} problems without; {asked.output.stat().st_size / 1e6:.2f} MB")
+
+
+def write_pack(path: Path, rows: Iterable[StoredRow]) -> None:
+    """Write the rows as a pack."""
+    members = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.problem_sha256):
+        line = json.dumps([row.problem_sha256, row.features.hex(), row.entry])
+        members[f"{row.structure}/{row.objective}"].append(f"{line}\n")
+    with zipfile.ZipFile(path, "w") as pack:
+        for name, lines in sorted(members.items()):
+            member = zipfile.ZipInfo(name, BEGINNING_OF_ZIP)
+            member.compress_type = zipfile.ZIP_LZMA
+            pack.writestr(member, "".join(lines))
 
 
 def _row(text: str, entry: Entry) -> StoredRow:

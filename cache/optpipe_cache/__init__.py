@@ -10,7 +10,7 @@ from __future__ import annotations
 from optpipe_cache.cache import Cache, default_path, user_cache
 from optpipe_cache.features import distance, features, structure
 from optpipe_cache.lookup import Entry, Hit
-from optpipe_cache.storage import Pack, Retention, Source, Storage, StoredRow, release_pack, write_pack
+from optpipe_cache.storage import Pack, Retention, Source, Storage, StoredRow, release_pack
 
 __all__ = [
     "Cache",
@@ -27,5 +27,4 @@ __all__ = [
     "release_pack",
     "structure",
     "user_cache",
-    "write_pack",
 ]

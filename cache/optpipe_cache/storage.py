@@ -10,8 +10,7 @@ import json
 import logging
 import sqlite3
 import zipfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -26,7 +25,6 @@ from optpipe.errors import InputError
 log = logging.getLogger("optpipe.cache")
 
 PACK_PATH = Path(__file__).with_name("pack.zip")  # the release's
-BEGINNING_OF_ZIP = (1980, 1, 1, 0, 0, 0)  # the same rows make the same file
 VERSION = 3  # of the file's tables, stored in its user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
 
@@ -240,19 +238,6 @@ class Pack:
         except Exception as error:  # a damaged file, or a Python that cannot unpack it, ends no lookup
             log.warning("%s: the pack cannot be read: %s", self.path, error)
             return {}
-
-
-def write_pack(path: Path, rows: Iterable[StoredRow]) -> None:
-    """Write the rows as a pack."""
-    members = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row.problem_sha256):
-        line = json.dumps([row.problem_sha256, row.features.hex(), row.entry])
-        members[f"{row.structure}/{row.objective}"].append(f"{line}\n")
-    with zipfile.ZipFile(path, "w") as pack:
-        for name, lines in sorted(members.items()):
-            member = zipfile.ZipInfo(name, BEGINNING_OF_ZIP)
-            member.compress_type = zipfile.ZIP_LZMA
-            pack.writestr(member, "".join(lines))
 
 
 @cache

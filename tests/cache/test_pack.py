@@ -12,9 +12,10 @@ from support.problems.chain import chain, gpipe
 
 from benchmarks.cache import ordinary_problems
 from optpipe import check
-from optpipe_cache import Cache, Entry, Pack, StoredRow, features, structure, user_cache, write_pack
+from optpipe_cache import Cache, Entry, Pack, StoredRow, features, structure, user_cache
 from optpipe_cache.storage import PACK_PATH
 from optpipe_cli.app import optpipe
+from scripts.pack import write_pack
 
 
 @pytest.fixture
