@@ -15,34 +15,16 @@ GROUP = "optpipe.solvers"  # of entry points; the value of each is a module like
 
 
 class Solver(Protocol):
-    """What the core asks of a solver's module, which loads nothing heavy.
+    """What the core asks of a solver's module, which loads nothing heavy."""
 
-    Attributes
-    ----------
-    SEARCH, COMPARE
-        The modules that answer a `Request` and a `CompareRequest` as `python -m MODULE`.
-    FIRST
-        The module with first schedules: `answer(request, emit)`, as `COMPARE` has, and `warm_up()`.
-    COMPILE
-        The module that compiles as `python -m MODULE` what the others run, once on a machine.
-    SYSTEMS
-        The module with `is_system(method)`, which raises `InputError` for what is no method.
-    ENGINES
-        The methods that search.
-    EXHAUSTIVE
-        Those of them that search on after a schedule is proven.
-    OWN
-        The methods that nobody has without OptPipe.
-    """
-
-    SEARCH: str
-    COMPARE: str
-    FIRST: str
-    COMPILE: str
-    SYSTEMS: str
-    ENGINES: tuple[str, ...]
-    EXHAUSTIVE: tuple[str, ...]
-    OWN: tuple[str, ...]
+    SEARCH: str  # the module that answers a `Request` as `python -m MODULE`
+    COMPARE: str  # likewise a `CompareRequest`
+    FIRST: str  # the module with first schedules: `answer(request, emit)`, as `COMPARE` has, and `warm_up()`
+    COMPILE: str  # the module that compiles as `python -m MODULE` what the others run, once on a machine
+    SYSTEMS: str  # the module with `is_system(method)`, which raises `InputError` for what is no method
+    ENGINES: tuple[str, ...]  # the methods that search
+    EXHAUSTIVE: tuple[str, ...]  # those of them that search on after a schedule is proven
+    OWN: tuple[str, ...]  # the methods that nobody has without OptPipe
 
     def milp_complaint(self, solver: str) -> str | None:
         """Say what was expected if this is not a solver of MILPs that can be asked for; None if it is."""

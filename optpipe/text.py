@@ -6,15 +6,11 @@ import unicodedata
 
 
 def printable(text: object, longest: int | None = None) -> str:
-    r"""Return the text as one line that a terminal only shows.
+    r"""Return the text as one line that a terminal only shows, of `longest` characters at most; `...` stands for the
+    rest.
 
     Characters that would move the cursor, change colours, begin another line or turn the direction of writing become
     visible, such as `\x1b`, `\n` and `\u202e`; so do lone surrogates, which no output can have.
-
-    Parameters
-    ----------
-    longest
-        How many characters of it are kept; `...` stands for the rest. By default all.
     """
     line = str(text)
     if longest is not None and len(line) > longest:

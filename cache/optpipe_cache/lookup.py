@@ -79,31 +79,15 @@ def read_entry(text: str | None) -> Entry | None:
 
 @dataclass(frozen=True)
 class Hit:
-    """A schedule found for a problem, and verified on exactly that problem.
-
-    Attributes
-    ----------
-    distance
-        By `optpipe_cache.distance`; 0 if `exact`.
-    terms
-        What each feature adds to the distance, the largest first.
-    exact
-        Whether it was solved for this very problem.
-    status, lower_bound_ms
-        `optimal` and a bound only if `exact`.
-    entry
-        What it was solved for.
-    source
-        Whether it was in the cache itself, or in the pack.
-    """
+    """A schedule found for a problem, and verified on exactly that problem."""
 
     schedule: Schedule
-    distance: float
-    exact: bool
-    status: Found
-    lower_bound_ms: float | None
-    entry: Entry
-    terms: dict[str, float] = field(default_factory=dict)
+    distance: float  # by `optpipe_cache.distance`; 0 if `exact`
+    exact: bool  # whether it was solved for this very problem
+    status: Found  # `optimal` only if `exact`
+    lower_bound_ms: float | None  # only if `exact`
+    entry: Entry  # what it was solved for
+    terms: dict[str, float] = field(default_factory=dict)  # what each feature adds to the distance, the largest first
     source: Literal["cache", "pack"] = "cache"
 
 

@@ -61,18 +61,10 @@ class StoredRow:
 
 @dataclass(frozen=True)
 class Retention:
-    """What was used last is kept; of jobs, what ended last. Raises `InputError` for a negative number.
+    """What was used last is kept; of jobs, what ended last. Raises `InputError` for a negative number."""
 
-    Attributes
-    ----------
-    keep
-        How many are kept; None is no limit.
-    days
-        How many days they are kept after that; None is no limit.
-    """
-
-    keep: int | None = None
-    days: float | None = None
+    keep: int | None = None  # how many; None is no limit
+    days: float | None = None  # how long after that; None is no limit
 
     def __post_init__(self) -> None:
         for name, value in (("keep", self.keep), ("days", self.days)):

@@ -135,15 +135,8 @@ def _table(texts: list[str]) -> NDArray[np.int32] | None:
 
 
 def parse_programs(entries: Any, what: str) -> tuple[Program, ...]:
-    """Reads one program from each list of texts. Raises InputError that says which of them is wrong.
-
-    Parameters
-    ----------
-    entries
-        Lists of op texts.
-    what
-        The name of the list in the message, such as `programs`.
-    """
+    """Reads one program from each list of op texts. Raises InputError that says which of them, of those called `what`,
+    is wrong."""
     programs = []
     for d, texts in enumerate(entries):
         try:

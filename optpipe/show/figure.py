@@ -92,14 +92,8 @@ def side_by_side(
 ) -> dict[str, Any]:
     """The document of several schedules, of which a page shows one or two at a time.
 
-    Parameters
-    ----------
-    changed
-        By schedule, what distinguishes its ops from those of another one (`changes`); by default nothing is marked.
-    memory
-        Whether there is something to draw of their memory.
-    lower_bound_ms
-        As of `figure`, of the last one.
+    `changed` marks by schedule the ops that distinguish it from another one (`changes`). `memory` is whether there is
+    something to draw of it. The bound is as of `figure`, of the last schedule.
     """
     if any(not len(each.compiled.rows) for each in schedules):
         raise InputError("the programs of a schedule are empty: there is nothing to draw")

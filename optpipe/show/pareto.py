@@ -47,16 +47,9 @@ def chart(
 ) -> Picture:
     """The picture, for notebooks and as a page.
 
-    Parameters
-    ----------
-    published
-        Grey points with one frontier, whose points have their names beside them.
-    solver
-        Series by name, at most as many as `SOLVER_COLOURS`, each with a colour and a frontier of its own.
-    budgets
-        Bytes by name, drawn as dashed lines.
-    grey
-        What the grey points are, for the legend.
+    What is `published`, `grey` in the legend, has one frontier, whose points have their names beside them. Each series
+    of the `solver`, at most as many as `SOLVER_COLOURS`, has a colour and a frontier of its own. `budgets` in bytes are
+    dashed lines.
     """
     points = [*published, *(point for series in solver.values() for point in series)]
     shortest = min((point.ms for point in points), default=1.0)

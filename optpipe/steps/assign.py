@@ -32,13 +32,7 @@ LEAST_GAIN = 1e-6  # of the work of a micro-batch: smaller differences are not w
 
 
 class StepMemoryError(InputError):
-    """A micro-batch of a step needs more memory than a device has, in whatever order they run.
-
-    Attributes
-    ----------
-    microbatch, device
-        Which micro-batch and which device.
-    """
+    """A micro-batch of a step needs more memory than a device has, in whatever order they run."""
 
     def __init__(self, message: str, microbatch: int, device: int) -> None:
         super().__init__(message)
@@ -50,21 +44,11 @@ class StepMemoryError(InputError):
 
 @dataclass(frozen=True)
 class Assignment:
-    """What each replica runs.
+    """What each replica runs."""
 
-    Attributes
-    ----------
-    microbatches
-        By replica: numbers of the global batch, in the order in which they enter.
-    ms
-        By replica: how long it takes by plain rules. A search for its schedule may find a shorter one.
-    floor_ms
-        The mean work of the busiest device over the replicas: no assignment is faster.
-    """
-
-    microbatches: tuple[tuple[int, ...], ...]
-    ms: tuple[float, ...]
-    floor_ms: float
+    microbatches: tuple[tuple[int, ...], ...]  # by replica: numbers of the global batch, in the order of entry
+    ms: tuple[float, ...]  # by replica: how long it takes by plain rules; a search may find a shorter schedule
+    floor_ms: float  # the mean work of the busiest device over the replicas: no assignment is faster
 
     @property
     def slowest_ms(self) -> float:
@@ -72,20 +56,10 @@ class Assignment:
 
 
 class Packing(NamedTuple):
-    """Documents in micro-batches.
+    """Documents in micro-batches."""
 
-    Attributes
-    ----------
-    documents
-        By micro-batch: the numbers of its documents.
-    batch
-        The problem of these micro-batches.
-    assignment
-        Which replica runs which of them.
-    """
-
-    documents: tuple[tuple[int, ...], ...]
-    batch: Problem
+    documents: tuple[tuple[int, ...], ...]  # their numbers by micro-batch
+    batch: Problem  # of these micro-batches
     assignment: Assignment
 
 

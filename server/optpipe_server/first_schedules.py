@@ -47,17 +47,11 @@ ReadSchedule = Callable[[], Schedule]  # read when it is its turn: a large one t
 
 
 class FirstSchedules:
-    """Finds the first schedules of submissions; used from one event loop.
-
-    Attributes
-    ----------
-    waiting
-        How many submissions wait. Where several do, no similar problem's schedule is adapted, and none is searched by
-        rules.
-    """
+    """Finds the first schedules of submissions; used from one event loop."""
 
     def __init__(self, pool: Pool, cache: ServiceCache) -> None:
-        self._pool, self._cache, self.waiting = pool, cache, 0
+        self._pool, self._cache = pool, cache
+        self.waiting = 0  # submissions; where several do, no schedule is adapted, and none is searched by rules
         self._large, self._checks = anyio.CapacityLimiter(1), anyio.CapacityLimiter(CHECKS_AT_ONCE)
 
     @property
@@ -77,23 +71,15 @@ class FirstSchedules:
         source: Source,
         deadline: float,
     ) -> InitialResult:
-        """Return the best that can be found by then. Large problems take turns, as each takes much memory; one whose
-        turn does not come in time gets none.
+        """Return the best that can be found until `deadline`, by `time.monotonic`. Large problems take turns, as each
+        takes much memory; one whose turn does not come in time gets none.
 
-        Parameters
-        ----------
-        offered
-            Reads the schedule that comes from this `source`: the client's, or for a job whose costs have changed the
-            best one for the former costs. It counts if it is valid.
-        deadline
-            By `time.monotonic`.
+        `offered` reads the schedule that comes from this `source`: the client's, or for a job whose costs have changed
+        the best one for the former costs. It counts if it is valid.
 
-        Raises
-        ------
-        InputError
-            If the method is unknown or does not apply to this problem, or `offered` cannot be read.
-        BusyError
-            If a client's schedule would be left out because the turn of its large problem does not come in time.
+        Raises `InputError` if the method is unknown or does not apply to this problem, or `offered` cannot be read;
+        `BusyError` if a client's schedule would be left out because the turn of its large problem does not come in
+        time.
         """
         import_module(solvers.installed().SYSTEMS).is_system(options.method)  # whether or not the pool answers in time
         parts, options = accepted.count_parts(problem), options.for_problem(problem)

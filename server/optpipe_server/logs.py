@@ -81,12 +81,7 @@ structlog.configure(
 
 def configure(json: bool | None = None) -> None:
     """Write log lines to stderr from now on: the service's own from level `info`, those of libraries from `warning`.
-
-    Parameters
-    ----------
-    json
-        JSON lines instead of readable ones; by default unless stderr is a terminal.
-    """
+    They are JSON if asked for, by default unless stderr is a terminal."""
     as_json = not sys.stderr.isatty() if json is None else json
     readable = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, timestamp_key="time")
     processors: list[Processor] = [

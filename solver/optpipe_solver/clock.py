@@ -18,17 +18,11 @@ def counts_work(request: Request) -> bool:
 
 
 class Clock:
-    """The seconds of a search or of a part of it: of wall time or, if it `counts`, of the work that is reported to it.
+    """The seconds of a search or of a part of it: of wall time or, if it `counts`, of the work that is reported to it
+    by `count` or `spend`.
 
-    Parameters
-    ----------
-    counts
-        Whether its seconds are of counted work. Whoever works reports it by `count` or `spend`.
-    wall_s
-        Seconds of wall time after which it is over, whatever is counted. Default: `seconds`, or
-        `tuning.COUNTED_TIMEOUT` times as long where work is counted.
-    whole
-        The clock that this one is a part of: it is over when that one is.
+    After `wall_s` of wall time it is over, whatever is counted; by default after `seconds`, or `tuning.COUNTED_TIMEOUT`
+    times as long where work is counted. It is over, too, when the `whole` one is that it is a part of.
     """
 
     def __init__(

@@ -30,30 +30,16 @@ class _Kept(NamedTuple):
 class Incumbents:
     """The best schedule and the best bound of a search. Any thread may offer others.
 
-    Parameters
-    ----------
-    emit
-        Gets each better schedule and each better bound.
-    request
-        Of what problem. A schedule that its training stack cannot run is passed over.
-    kinds
-        Predicates: the best schedule of each kind is kept, too.
-    hands_on_rules
-        Whether a schedule without rules gets those of the best one.
-
-    Attributes
-    ----------
-    bound_ms
-        No schedule is shorter than this.
-    tried
-        The published schedules that were offered.
+    `emit` gets each better schedule and each better bound. The best schedule of each of the `kinds` is kept, too. With
+    `hands_on_rules` a schedule without rules gets those of the best one. One that the request's training stack cannot
+    run is passed over.
     """
 
     def __init__(self, request: Request, emit: Emit, *kinds: Predicate, hands_on_rules: bool = False) -> None:
         self.problem, self.objective, self._stack = request.problem, request.objective, STACKS[request.stack]
         self._asked = request.method
         self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
-        self.tried: set[str] = set()
+        self.tried: set[str] = set()  # the published schedules that were offered
         self._emit, self._hands_on_rules = emit, hands_on_rules
         self._best, self._best_of = _Kept(), dict.fromkeys(kinds, _Kept())
         self._lock = threading.RLock()

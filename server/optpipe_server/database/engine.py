@@ -42,22 +42,11 @@ class Database:
     """Connections to one database, usable from any thread. Its tables are created when it is first opened.
 
     A SQLite file belongs to one process that writes. Its lock is held until `close`, and threads write one at a time,
-    so that none of them has to poll.
+    so that none of them has to poll. As `secondary`, for a command's few short writes, the file is opened even if
+    another process has it: SQLite's own lock is then enough.
 
-    Parameters
-    ----------
-    url
-        `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`.
-    secondary
-        For a command's few short writes: open the SQLite file even if another process has it. SQLite's own lock is then
-        enough.
-
-    Raises
-    ------
-    InputError
-        If the URL is wrong, or another process has the SQLite file.
-    AwayError
-        If the database cannot be reached; a later attempt may succeed.
+    Raises `InputError` if the URL is wrong, or another process has the SQLite file, and `AwayError` if the database
+    cannot be reached; a later attempt may succeed.
     """
 
     def __init__(self, url: str, *, secondary: bool = False) -> None:

@@ -102,19 +102,11 @@ PRINT: Callable[[str], None] = partial(print, "optpipe serves on", flush=True)
 def serve(
     settings: Settings | None = None, host: str = "127.0.0.1", port: int = 8000, ready: Callable[[str], None] = PRINT
 ) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM; `ready` is called with the URL once requests are answered. Port 0 takes a free
+    one.
 
-    Parameters
-    ----------
-    port
-        0 takes a free one.
-    ready
-        Called with the URL once requests are answered.
-
-    Raises
-    ------
-    InputError
-        If the database or the address is unusable, or others can reach the address and there are no keys.
+    Raises `InputError` if the database or the address is unusable, or others can reach the address and there are no
+    keys.
     """
 
     def answers(url: str) -> None:

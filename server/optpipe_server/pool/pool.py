@@ -56,11 +56,8 @@ class BusyError(Exception):
 class Pool:
     """Processes for tasks. All of it is used from one event loop.
 
-    Parameters
-    ----------
-    processes
-        How many there are. Tasks of seconds leave one process free, and those of minutes another one, so that nothing
-        waits for a longer kind of task if there are three.
+    Tasks of seconds leave one process free, and those of minutes another one, so that nothing waits for a longer kind
+    of task if there are three.
     """
 
     def __init__(self, processes: int) -> None:
@@ -98,19 +95,9 @@ class Pool:
     async def run(self, task: Callable[..., T], *arguments: Any, until: float, wanted: Path | None = None) -> T:
         """Return what the task returns in one of the processes.
 
-        Parameters
-        ----------
-        until
-            When it ends, by `time.monotonic`: then `schedules.Late` is raised in it.
-        wanted
-            It ends, too, once there is no such file any more.
-
-        Raises
-        ------
-        OptPipeError
-            As the task does.
-        TaskError
-            If it fails otherwise, does not end in time, or processes end before it does.
+        At `until`, by `time.monotonic`, it ends: `schedules.Late` is raised in it. So it does once there is no file
+        `wanted` any more. Raises `OptPipeError` as the task does, and `TaskError` if it fails otherwise, does not end
+        in time, or processes end before it does.
         """
         for _ in range(TRIES):
             executor = self._executor

@@ -45,12 +45,8 @@ T = TypeVar("T")
 class Solve:
     """One search for a job, from its best schedule on, in the thread that calls `run`. Other threads end it by `end`.
 
-    Parameters
-    ----------
-    threads, most_mib
-        What the search gets; it gets less memory if the job asks for less.
-    should_stop
-        Whether the job must be given back; asked often, by `watch`.
+    It gets `threads` and `most_mib`, or less memory if the job asks for less. `should_stop`, whether the job must be
+    given back, is asked often, by `watch`.
     """
 
     def __init__(

@@ -101,16 +101,11 @@ class ThreadBudget:
 
 
 class Solves:
-    """Runs a `Solve` for each job, and watches them. Its children end with `stop`, and with this
-    process however that ends.
+    """Runs a `Solve` for each job, and watches them, by the name that the database and the logs have for this worker.
+    Its children end with `stop`, and with this process however that ends.
 
     One thread waits for the database, which may be slow or away; another one, which ends searches that are late or too
     large, never does.
-
-    Parameters
-    ----------
-    name
-        What the database and the logs call this worker.
     """
 
     def __init__(self, settings: Settings, database: Database, cache: ServiceCache, name: str) -> None:

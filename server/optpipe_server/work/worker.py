@@ -34,17 +34,9 @@ STOPPING_S = 5.0  # for jobs to be given back
 def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics_port: int | None = None) -> None:
     """Solve jobs until SIGTERM or SIGINT, then give them back. Waits for a database that is away, at any time.
 
-    Parameters
-    ----------
-    name
-        The worker's name in the database and the logs.
-    metrics_host, metrics_port
-        Where `/metrics` and `/healthz` are answered; nowhere if the port is None.
-
-    Raises
-    ------
-    InputError
-        If the database is SQLite, whose only process is `optpipe serve`, or a setting is wrong.
+    The database and the logs call the worker by its name. On the metrics' port, if there is one, `/metrics` and
+    `/healthz` are answered. Raises `InputError` if the database is SQLite, whose only process is `optpipe serve`, or a
+    setting is wrong.
     """
     if settings.database.startswith("sqlite"):
         raise InputError(

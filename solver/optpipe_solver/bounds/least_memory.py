@@ -173,13 +173,9 @@ def _least(problem: Problem, device: int, limit_host: bool = True) -> list[int]:
 def _search(
     problem: Problem, j: int, held: list[StageBytes], stages: Sequence[int], host: int | None, memory: int | None
 ) -> tuple[list[_State], bool]:
-    """Find the choices for micro-batch j's stages in route order that no other beats in all respects.
-
-    Returns
-    -------
-    The choices, and whether none was left out. Their score is the peak in bytes or, if `memory` is given, the time in
-    ms of those whose peak it admits.
-    """
+    """Find the choices for micro-batch j's stages in route order that no other beats in all respects, and whether none
+    was left out. Their score is the peak in bytes or, if `memory` is given, the time in ms of those whose peak it
+    admits."""
     states, complete, costs = [_State(0, 0, 0)], True, problem.costs
     most_hosted = np.max([costs.offload[:, j], *costs.levels.offload[..., j]], axis=0)[stages].sum()
     host_is_free = host is None or int(most_hosted) <= host

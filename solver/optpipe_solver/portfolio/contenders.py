@@ -42,26 +42,14 @@ class Contender:
 
 
 class Contenders:
-    """All placements of one search: takes what is better for one, and emits what is better than for all.
-
-    Attributes
-    ----------
-    unplaced
-        The problem's own stages.
-    all
-        Every contender; empty as long as not all are listed, since no bound holds for all before.
-    best_ms, bound_ms
-        The shortest schedule of all placements, and the bound that holds for all.
-    last_note
-        The latest note about the problem's own stages.
-    """
+    """All placements of one search: takes what is better for one, and emits what is better than for all."""
 
     def __init__(self, request: Request, emit: Emit) -> None:
         self._request, self._emit = request, emit
         problem = request.problem
         self.has_layers = problem.layers is not None and len(problem.all_routes) == 1
         self._partitions_ms = partition_bound(problem, request.objective) if self.has_layers else NO_SCHEDULE_MS
-        self.all: list[Contender] = []
+        self.all: list[Contender] = []  # empty as long as not all are listed, since no bound holds for all before
         self.best_ms, self.bound_ms = NO_SCHEDULE_MS, float("-inf")
         self.last_note = self._best_method = ""
         self._notes: set[str] = set()

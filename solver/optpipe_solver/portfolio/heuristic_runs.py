@@ -26,13 +26,8 @@ def count_ops(problem: Problem) -> int:
 
 
 class HeuristicRuns:
-    """Offers the schedules of heuristics and published systems to the search's keeper.
-
-    Parameters
-    ----------
-    system
-        The schedule of the published system that the request names; None if it names another method.
-    """
+    """Offers the schedules of heuristics and published systems to the search's keeper; `system` is of the one that is
+    asked for."""
 
     def __init__(
         self, request: Request, system: Schedule | None, incumbents: Incumbents, clock: Clock, emit: Emit

@@ -48,17 +48,8 @@ class Phase(NamedTuple):
 class PlacementSearch:
     """One request's search over placements: emits the best schedule, and bounds that hold for all placements.
 
-    Raises InputError if the method is unknown or does not apply, or the layers are not what the problem's stages are
-    made of.
-
-    Attributes
-    ----------
-    named
-        The placement of the published system that was asked for, if one was.
-    only_own
-        Whether the training stack runs only schedules of its own, which are published ones.
-    first
-        The search with which it begins: of the system that is named, or of the problem's own stages.
+    Begins with `first`, the search of the system that is `named`, or of the problem's own stages. Raises InputError if
+    the method is unknown or does not apply, or the layers are not what the problem's stages are made of.
     """
 
     def __init__(self, request: Request, emit: Emit) -> None:

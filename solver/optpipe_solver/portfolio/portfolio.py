@@ -39,16 +39,10 @@ def incumbents_of(request: Request, emit: Emit) -> Incumbents:
 
 
 class Portfolio:
-    """One request's search on the problem's own stages.
+    """One request's search on the problem's own stages, from the `incumbents` of earlier searches on.
 
-    Raises InputError if the method is unknown or does not apply to this problem.
-
-    Parameters
-    ----------
-    emit
-        Called at once with each better schedule, each better bound, and each note.
-    incumbents
-        What earlier searches of the same problem have found.
+    `emit` is called at once with each better schedule, each better bound, and each note. Raises InputError if the
+    method is unknown or does not apply to this problem.
     """
 
     def __init__(self, request: Request, emit: Emit, incumbents: Incumbents | None = None) -> None:

@@ -53,7 +53,8 @@ from optpipe_solver.relax.states import (
 
 @compiled
 def expand(device: OneStage, room: tuple[StageState, ...], states: States, pops: int) -> float:
-    """Take the best state and put in its place those that follow from it, `pops` times or until one is complete.
+    """Take the best state and put in its place those that follow from it, `pops` times or until one is complete. Return
+    the least end in ms: no schedule's is below; that of the complete state if there is one (`tally[IS_COMPLETE]`).
 
     Two streams, compute and the link, each start an op or wait for the next event: the end of what runs elsewhere, or
     that an input gradient may start. So every schedule that starts its ops as soon as its order allows is among those
@@ -64,12 +65,8 @@ def expand(device: OneStage, room: tuple[StageState, ...], states: States, pops:
     also after it was computed again: both only make the least end earlier. A BW is B followed at once by W, with the
     least bytes of both. `room` is for states to work on.
 
-    A state's bound is at least that of the one before it: after the last B, a state no longer has the tail.
-    After `tally[IS_FULL]` the search must not go on, as the state that had no room is gone.
-
-    Returns
-    -------
-    The least end in ms: no schedule's is below; that of the complete state if there is one (`tally[IS_COMPLETE]`).
+    A state's bound is at least that of the one before it: after the last B, a state no longer has the tail. After
+    `tally[IS_FULL]` the search must not go on, as the state that had no room is gone.
     """
     state, row = room[0], room[0].row
     if states.tally[ROWS] == 0:

@@ -189,14 +189,11 @@ def must_equal(device: SeveralStages) -> Flags:
 
 @compiled
 def expand(device: SeveralStages, room: tuple[StepsState, ...], states: States, pops: int) -> float:
-    """Take the best state and put in its place those that follow from it, `pops` times or until one is complete.
+    """Take the best state and put in its place those that follow from it, `pops` times or until one is complete. Return
+    the least end in ms: no schedule's is below; that of the complete state if there is one (`tally[IS_COMPLETE]`).
 
     Compute runs an op, or waits until one may start. Of micro-batches before the same step the one that can have it
     first has it first: their further ways can be exchanged. `room` is for states to work on.
-
-    Returns
-    -------
-    The least end in ms: no schedule's is below; that of the complete state if there is one (`tally[IS_COMPLETE]`).
     """
     state, following = room
     if states.tally[ROWS] == 0:

@@ -265,16 +265,10 @@ def fill(
 ) -> list[tuple[float, float] | None]:
     """Find when each of these activations leaves and comes back; None for one that finds no time for both, and stays.
 
-    From left to right each takes the first free slot after its forward, then from right to left the last one before
-    its backward.
-
-    Parameters
-    ----------
-    stays
-        When the forward of each ends and its backward starts (ms), in order of time.
-    patience, away
-        Who would wait for longer than `patience` ms stays, else those behind would wait longer and longer; who would
-        not be away for `away` ms, too.
+    `stays` are from the end of a forward to the start of its backward (ms), in order of time. From left to right each
+    takes the first free slot after its forward, then from right to left the last one before its backward. Who would
+    wait for longer than `patience` ms stays, else those behind would wait longer and longer; who would not be away for
+    `away` ms, too.
     """
     leaves = [offloads.take(offloads.within(begin, begin + patience + offloads.length)) for begin, _ in stays]
     slots: list[tuple[float, float] | None] = []

@@ -110,13 +110,8 @@ def v_min(problem: Problem) -> Schedule:
 def v_path(there: Sequence[int], back: Sequence[int], ends: Ends) -> Block:
     """Return the building block without W.
 
-    Parameters
-    ----------
-    there, back
-        The slots from each device to the next on the way there and on the way back.
-    ends
-        The slots from the first chunk's last F to the second's first F, from the last F to its B, and from the second
-        chunk's last B to the first's first B.
+    `there` and `back` are the slots from each device to the next on these ways; `ends` those from the first chunk's
+    last F to the second's first F, from the last F to its B, and from the second chunk's last B to the first's first B.
     """
     first, last, second = ends
     path = [*accumulate([0, *there, first, *back, last, *there, second, *back])]
