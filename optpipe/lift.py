@@ -89,8 +89,7 @@ def grain(start: Floats) -> float:
 
 
 def _pairs(problem: Problem, table: Table, start: Floats, duration: Floats) -> tuple[Ints, Ints]:
-    """Rows of the ops that run together: a forward and a backward of another micro-batch that start at one moment on
-    one device."""
+    """Rows of the ops that run together: F and B of two micro-batches that start at one moment on one device."""
     nothing = np.empty(0, dtype=np.int64)
     if problem.overlap_factor is None or len(table) == 0:
         return nothing, nothing
@@ -189,7 +188,7 @@ def _falls(slot: Ints, group: NDArray[np.integer[Any]]) -> Flags:
 
 def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64]) -> None:
     """Where a compute op spans the time from an offload's end to its reload's start, the reload comes after it, as its
-    drop does, and the device's later transfers after the reload."""
+    drop does, and the device's later transfers after that."""
     others = np.flatnonzero(of_kinds(table, *MOVES))
     moving = others[of_kinds(table[others], *TRANSFERS)]
     by_device = moving[np.lexsort((rank[moving], device[moving]))]

@@ -166,8 +166,8 @@ def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
 
 
 def _only_possible_ops(problem: Problem, schedule: Schedule) -> Schedule:
-    """The schedule without the offloads, recomputes, updates and pairs that the problem does not have; in place of a
-    level that a stage does not have, by its last one. Raises ScheduleError if the stages are others."""
+    """The schedule without what the problem does not have; by its last level in place of one that a stage does not
+    have. Raises ScheduleError if the stages are others."""
     costs, level_of = problem.costs, schedule.compiled.index.level
 
     def possible(table: Table) -> Table:

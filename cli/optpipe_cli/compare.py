@@ -247,8 +247,7 @@ def _print_curve(problem: Problem, html: Path) -> None:
 
 
 def _example_table(comparison: Comparison) -> Table:
-    """A row for each schedule that applies to the problem: how long it takes, how much of that devices wait, and what
-    it holds. Those that do not fit come last."""
+    """A row for each schedule that applies: its time, how much of it devices wait, its memory. What fits is first."""
     table = Table(box=None, pad_edge=False)
     for name in ("schedule", "iteration", "waiting", "memory", ""):
         table.add_column(name, no_wrap=True, justify="left" if name in ("schedule", "") else "right")

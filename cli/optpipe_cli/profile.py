@@ -70,10 +70,7 @@ def profile(
 
 
 def _start(ranks: int) -> None:
-    """Run the same command on ranks that are started here, one thread each.
-
-    Their stderr is held back; if a rank ends with a message as commands do, only that is shown.
-    """
+    """Run the same command on ranks started here, a thread each; of their stderr only a command's message is shown."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with new_console(stderr=True).status(f"measuring on {ranks} ranks"):

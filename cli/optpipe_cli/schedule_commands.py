@@ -84,10 +84,8 @@ def _wrong_modules(problem: Problem, path: Path, model: str | None) -> list[str]
 
 
 def _bound_proven_here(file: ScheduleFile) -> float | None:
-    """Return the bound that is computed here of the problem in a file that has one; note it if the file's is higher.
-
-    Whoever writes a file can write any bound into it.
-    """
+    """Return the bound computed here of the problem in a file that has one, whoever wrote it; note it if the file's is
+    higher."""
     if file.lower_bound_ms is None:
         return None
     bound_ms = lower_bound(file.problem)
@@ -132,8 +130,7 @@ def _difference(posed: Any, in_file: Any, place: str = "") -> str | None:
 
 
 def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
-    """Complaints about wrong times in the file, also of its ops, a bound above its makespan, and `optimal` without a
-    proof."""
+    """Complaints about wrong times in the file, a bound above its makespan, and `optimal` without a proof."""
     claims = [("makespan_ms", file.makespan_ms, schedule.makespan_ms), ("span_ms", file.span_ms, schedule.span_ms)]
     wrong = [
         f"{name} = {claim:.9g}: the programs take {true:.9g}"

@@ -120,8 +120,7 @@ class _Search(NamedTuple):
         return changes
 
     def schedules(self, placement: Placement | None, limits: SolveArguments | None) -> dict[str, Change]:
-        """For micro-batches that are all alike: the best published schedules of the stack, on today's stages and on
-        others, and the solver's."""
+        """For micro-batches all alike: the best published schedules of the stack, on any stages, and the solver's."""
         batch = self.batches[len(self.batches) // 2]
         problem, ran = typical(batch, placement), self.today[-1].slowest
         keep = not self.facts.layers and len(self.runs.where) > self.runs.devices  # chunks of unknown layers

@@ -281,8 +281,7 @@ def _by_microbatch(runs: Runs, ms: Floats) -> tuple[Floats, Ints]:
 
 
 def _median_of(values: Floats, group: Ints) -> Floats:
-    """(T,) the median of the values in the group of each; of two in the middle the lower one, as the shorter op shows
-    what is usual."""
+    """(T,) the median of the values in the group of each, of two in the middle the lower one, which is usual."""
     _, group, count = np.unique(group, return_inverse=True, return_counts=True)
     ordered = values[np.lexsort((values, group))]
     medians: Floats = ordered[np.cumsum(count) - count + (count - 1) // 2][group]
@@ -290,8 +289,7 @@ def _median_of(values: Floats, group: Ints) -> Floats:
 
 
 def _even(ms: Floats, one: Ints, among: Ints, by_median: bool = False) -> Floats:
-    """The times with each group `one` of them taking the mean of all such groups in `among`; what a group takes is the
-    sum of its times, or as many times their median."""
+    """The times with each group `one` of them taking the mean of all such groups in `among`."""
     _, one = np.unique(one, return_inverse=True)
     _, among = np.unique(among, return_inverse=True)
     of_group = np.zeros(one.max() + 1, np.int64)

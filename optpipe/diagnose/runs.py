@@ -266,8 +266,7 @@ def _schedule(order: Order, where: tuple[int, ...]) -> Schedule:
 
 
 def _handovers(runs: Runs, starts: Floats) -> Floats:
-    """(D,) the time from op to op on each device where the next one had all that it needs; a quarter of these gaps are
-    shorter."""
+    """(D,) from op to op on each device, where the next one had all it needs: a quarter of these gaps are shorter."""
     ends = starts + runs.ms
     gap, device = list[Floats](), list[Ints]()
     for number, schedule in enumerate(runs.orders):

@@ -233,8 +233,7 @@ def _require_possible(ops: Sequence[MeasuredOp]) -> None:
 
 
 def _numbered_from_0(steps: Mapping[int, Step]) -> tuple[dict[int, Step], list[str]]:
-    """Micro-batches numbered from 0 in each step, where they are numbered from 1 or on from step to step; and whether
-    they were, as a sentence."""
+    """Micro-batches numbered from 0 in each step, and, as a sentence, whether they were not."""
     firsts = [min(each.op.microbatch for each in step) for step in steps.values()]
     ends = [_microbatches(step) for step in steps.values()]
     if set(firsts) == {1}:

@@ -60,8 +60,7 @@ class _StepRules(Record):
 
 
 class _File(Document):
-    """What a model remembers: the window of micro-batches, how far its predictions of the last ones were off, and the
-    rules of the last step."""
+    """What a model remembers: its window, how far its last predictions were off, and the rules of the last step."""
 
     WHAT = "cost model"
 
@@ -268,8 +267,7 @@ class CostModel:
 
     @cached_property
     def _worst(self) -> Floats:
-        """(stages, figures) how many times its fit the worst of the window took: at least 1, at most 1 of what
-        leaves."""
+        """(stages, figures) how many times its fit the window's worst took: 1 or more, of what leaves 1 or less."""
         factors = self._outputs / np.maximum(self._predict(self._inputs), 1.0)
         leaving = np.isin(self.figures, LEAVING)
         worst: Floats = np.where(leaving, factors.min(axis=0).clip(max=1.0), factors.max(axis=0).clip(min=1.0))

@@ -85,8 +85,8 @@ class PlannedStep:
         return self._answer
 
     def _one_by_one(self) -> Schedule:
-        """A schedule with one micro-batch at a time, where no rules that share memory lead to one: all stays, or what
-        can leave does."""
+        """One micro-batch at a time, where no rules that share memory lead to a schedule: all stays, or what can leave
+        does."""
         simulator, m = self._simulator, self.problem.microbatches
         in_flight, wait_ms = np.ones(simulator.stages, dtype=np.int64), np.zeros((2, simulator.stages))
         for relief in (StageRelief.none(simulator.stages), *whole_reliefs(simulator.choices)):

@@ -146,8 +146,8 @@ def one_at_a_time(problem: Problem, method: str) -> Schedule:
 
 
 def _one_pass(route: tuple[int, ...], relief: dict[int, Relief]) -> list[tuple[int, int, int]]:
-    """Kind, stage and part of one micro-batch's ops: what leaves does so right after its forward, and is back right
-    before its backward."""
+    """Kind, stage and part of one micro-batch's ops: what leaves does so after its forward, and is back before its
+    backward."""
     there = [[(Kind.F, s, 0), *((kind, s, p) for kind in (Kind.O, Kind.D) for p in relief[s].parts)] for s in route]
     back = [
         [

@@ -124,8 +124,8 @@ def _thread(event: Mapping[str, Any]) -> Thread:
 def _ranks(
     events: Sequence[Mapping[str, Any]], threads: dict[Thread, tuple[int, int]], path: str
 ) -> tuple[dict[Thread, tuple[int, int, int]], bool]:
-    """Replica, pipeline rank and tensor parallel rank of each process and thread that has a name or is in `threads`,
-    and whether processes have one."""
+    """Replica, pipeline rank and tensor parallel rank of each thread that is named or in `threads`; whether processes
+    have one."""
     replicas: dict[str, int] = {}
     threads = dict(threads)
     for event in events:

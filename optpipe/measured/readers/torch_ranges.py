@@ -54,8 +54,8 @@ class _Range(NamedTuple):
 
 
 class _Thread(NamedTuple):
-    """What a thread of the host ran: its operators by start, without communication; when its communication and its
-    ranges started."""
+    """What a thread of the host ran: operators by start, without communication, whose starts are apart, as are its
+    ranges'."""
 
     begins: Sequence[float] = ()
     ends: Sequence[float] = ()

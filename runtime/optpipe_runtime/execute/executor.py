@@ -181,8 +181,8 @@ class Executor:
         reductions.resume()
 
     def _begin_stage(self, step: StepRecord, s: int) -> None:
-        """Before the first F of a stage: waits until its parameters are whole, and names to the stage the tensors that
-        are no activations: its parameters and the batch."""
+        """Before a stage's first F: waits until its parameters are whole, and names the tensors that are no
+        activations."""
         step.begun.add(s)
         self._rank.replicas.wait(s)
         layout = self._rank.layout

@@ -89,8 +89,8 @@ class HostUpdates(Feature):
             optimizer.wait_update()
 
     def _run(self, step: StepRecord, op: Op, received: Tensors) -> Done:
-        """Runs G, U or P. While the stage's gradients are being reduced over the replicas, its G and U are put off, and
-        G passes the shared link on."""
+        """Runs G, U or P. While the stage's gradients are being reduced, its G and U are put off, and G passes the link
+        on."""
         optimizer = self.optimizers[op.stage]
         run = {Kind.G: optimizer.gradients_out, Kind.U: optimizer.update, Kind.P: optimizer.parameters_in}[op.kind]
         copies: list[Handle] = []  # some come later

@@ -214,8 +214,7 @@ class OnHost:
         return [engine.run(partial(copy_all, copies))] if copies else ()
 
     def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Lays the pieces one after the other over the pages: yields each stretch that lies on one page, as its place
-        there and the piece's bytes."""
+        """Lays the pieces one after the other over the pages: yields each stretch's place on a page, and its bytes."""
         pages, page = iter(self._pages), torch.empty(0)
         for piece in pieces:
             while len(piece):

@@ -96,8 +96,7 @@ class _Stage(Part):
 
 
 class _Skipped(nn.Module):
-    """In the place of a layer of another stage. It has the layer's marks, such as `attention_type`, by which a forward
-    chooses what it gives to a layer."""
+    """In the place of another stage's layer, with its marks, such as `attention_type`, by which a forward chooses."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -226,8 +226,7 @@ def _of_config(model: Any, config: Any) -> Any | None:
 
 
 def _structure(model: nn.Module) -> list[tuple[str, type, bool]]:
-    """The modules outside of layers and the layers, and whether something was put around the forward of one. What is
-    in a layer does not matter: its class says what it takes and returns."""
+    """The modules outside of layers and the layers, and whether something was put around the forward of one."""
     modules = (item for item in model.named_modules(remove_duplicate=False) if not re.search(r"layers\.\d+\.", item[0]))
     return [(name, type(module), is_wrapped(module)) for name, module in modules]
 

@@ -248,8 +248,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return norm
 
     def _counted(self) -> Counted:
-        """The parameters here, by name, and those of them that another rank counts in a norm. For those that are
-        updated elsewhere, what has their gradients."""
+        """The parameters here, by name, or what has their gradients, and those that another rank counts in a norm."""
         elsewhere = self.runner.host_updates.gradient_holders()
         parameters = {
             f"stage {s}: {name}": elsewhere.get(parameter, parameter)

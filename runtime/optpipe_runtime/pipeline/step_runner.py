@@ -219,8 +219,7 @@ class StepRunner:
                 self.schedules.reserve(self.schedules.loaded)
 
     def _until_it_counts(self, batch: Batch, plan: Callable[[], PlannedStep] | None) -> StepReport | OptPipeError:
-        """Repeats the step in one gathering; in another one after an update was corrected. An error of `plan` is
-        returned, so that this gathering ends as on other replicas."""
+        """Repeats the step, in another gathering after an update was corrected. An error of `plan` is returned."""
         while True:
             with self.rank.replicas.gathering():
                 if plan is not None and self.schedules.planned is None:
@@ -345,8 +344,8 @@ class Attempt:
     # The step
 
     def _run(self) -> None:
-        """This rank's part of a step. Where there are gradients already, it reads the votes first: to copy gradients
-        before each step would cost more."""
+        """This rank's part of a step. Where there are gradients, it reads the votes first: copying them would cost
+        more."""
         executor, plan = self._runner.executor, self._schedules.plan
         met = self.state is State.MET
         reads_first = met or any(p.grad is not None for s in self._rank.stages.values() for p in s.parameters())

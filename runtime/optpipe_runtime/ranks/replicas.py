@@ -71,8 +71,7 @@ class Copied:
 
 
 class _Complete(nn.Module):
-    """Stands in for a module whose gradients are already there. Its buffers are the module's own, so that DDP keeps
-    them equal on all replicas."""
+    """Stands in for a module whose gradients are there, with the module's own buffers, so that DDP keeps them equal."""
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         super().__init__()

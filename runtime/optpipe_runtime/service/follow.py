@@ -148,8 +148,7 @@ class Follower(AbstractContextManager["Follower"]):
             self._follow(pipe.problem)
 
     def _follow(self, problem: Problem) -> None:
-        """Follows another problem: the first one, one with new times, one that the caller has set, or one with another
-        number of micro-batches."""
+        """Follows another problem: the first one, or one with new times or another number of micro-batches."""
         self._problem, self._suspected = problem, False
         self._profiler = Profiler(self._pipe, len(self._traced))
         self._adoptions.finish()

@@ -117,8 +117,7 @@ async def events(http: httpx.AsyncClient, job: str, after: int) -> AsyncGenerato
 
 
 class _Pieces(httpx.AsyncByteStream):
-    """A stream of events that may not flood: it pauses, and ends with an error if an event is too long. Calls `renew`
-    after each line that has come to its end."""
+    """A stream of events that may not flood: it pauses, and ends if one is too long. Calls `renew` after each line."""
 
     def __init__(self, stream: Any, renew: Callable[[], None]) -> None:
         self._stream, self._renew = stream, renew

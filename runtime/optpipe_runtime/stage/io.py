@@ -165,8 +165,8 @@ class Shape(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """One explanation of a size of what passes: `size` where the micro-batch's size with number `at` is `given`, and in
-    proportion to it; of a constant `at` is None."""
+    """One explanation of a size: `size` where size `at` is `given`, and in proportion to it; of a constant `at` is
+    None."""
 
     size: int
     given: int = 1

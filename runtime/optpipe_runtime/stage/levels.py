@@ -102,8 +102,8 @@ def as_levels(entries: Sequence[str | Policy]) -> dict[str, Level]:
 
 
 class _Result:
-    """What one op has returned. `saved` is None if it was changed afterwards, so that C must compute it again. `random`
-    sets the random numbers to what they were after the op."""
+    """What an op returned. `saved` is None if that was changed, so that C computes it; `random` is the state after the
+    op."""
 
     __slots__ = ("op", "random", "saved", "version")
 

@@ -178,8 +178,8 @@ class StepPlanner:
         self._measured.clear()
 
     def _unmeasured(self, features: Features) -> list[int]:
-        """The micro-batches of a step that must be profiled before it can be planned: the largest and the smallest
-        first, and no more than a fit of the figures needs."""
+        """Which micro-batches must be profiled to plan a step: the largest and the smallest first, as few as a fit
+        needs."""
         rows = [_row(each) for each in features]
         by_size = sorted(range(len(rows)), key=lambda j: (sum(rows[j]), j))
         missing = len(rows[0]) + 1 - len(set(self._profiled))  # as many as a figure has coefficients

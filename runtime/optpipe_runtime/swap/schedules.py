@@ -213,8 +213,7 @@ class Schedules:
     # Swap
 
     def _swap(self, plan: Plan, going_back: str = "", offered: bool = False) -> None:
-        """Between two steps: runs `plan` from now on. Every rank must swap to the same one. `going_back` says what was
-        wrong with the schedule before, if it is that."""
+        """Runs `plan` from now on, as every rank does. `going_back` says what was wrong with the schedule before."""
         if not self._reserve_now(plan):  # the next step learns its stages again
             self._rank.microbatches = plan.problem.microbatches
             routes = Layout.from_problem(plan.problem).microbatch_routes
@@ -262,8 +261,7 @@ class Schedules:
         return lower(shared, self._rank.number, layout, problem)
 
     def _context(self, schedule: Schedule) -> tuple[Layout, Problem | None]:
-        """The layout and the problem to check a schedule on. A schedule for another number of micro-batches is checked
-        on its own problem: the costs measured here are of larger or smaller micro-batches."""
+        """The layout and the problem to check a schedule on: its own where it has another number of micro-batches."""
         layout, scheduled = self._rank.whole_layout, Layout.from_problem(schedule.problem)
         if scheduled.microbatches != layout.microbatches and scheduled.routes == layout.routes:
             return replace(layout, microbatch_routes=scheduled.microbatch_routes), None

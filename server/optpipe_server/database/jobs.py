@@ -227,8 +227,7 @@ class Jobs:
         return job_id, True
 
     def _one_at_a_time(self, db: Connection) -> None:
-        """Serialize submissions: two could both be the last that may be open, or the first with their idempotency
-        key."""
+        """Serialize submissions: two could both be the last that may be open, or the first with their key."""
         if not self._database.sqlite:  # SQLite has one writer at a time anyway
             db.execute(_LOCK)
 

@@ -117,8 +117,7 @@ def _configure(connection: sqlite3.Connection, _record: object) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    """Take the write lock at once for a transaction that will write, so that two of them cannot block each other
-    halfway."""
+    """Take the write lock at once if the transaction will write: two of them could block each other halfway."""
     reads_only = connection.get_execution_options().get("reads_only", False)
     connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
 

@@ -161,8 +161,7 @@ class JobUpdates:
                     await self._subscribed.wait()
 
     def _read(self, topics: Mapping[str, Topic]) -> list[Topic]:
-        """Read the topics that have changed, and return them. Nothing else changes a topic, and events are only
-        appended."""
+        """Read the topics that have changed, and return them. Only this changes a topic; events are only appended."""
         versions = self._jobs.versions(list(topics))
         changed = [job_id for job_id, topic in topics.items() if versions.get(job_id) != topic.version]
         for job_id in changed:

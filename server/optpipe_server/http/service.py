@@ -189,8 +189,7 @@ class Service:
         raise ConflictError("Better schedules come in faster than the problem can be changed; try again.")
 
     def _best_for(self, job_id: str, problem: Problem) -> tuple[Row[Any], Problem, ReadSchedule | None]:
-        """The job, its problem with the new costs, and what reads its last schedule with them. Raises `ConflictError`
-        if the structure changed."""
+        """The job, its new problem, and what reads its last schedule. Raises `ConflictError` for another structure."""
         job = self.jobs.job(job_id)
         problem = restricted(problem, options_of(job))
         if is_cancelled(job):

@@ -113,8 +113,8 @@ def host_shares(problem: Problem) -> list[int]:
 
 
 def _scarce_nodes(problem: Problem) -> Iterator[tuple[list[int], list[tuple[int, bool]]]]:
-    """Yield the devices of each node that share too little host memory for all, and of each the least bytes that it has
-    to pin, and whether that is certain."""
+    """Yield the devices of each node with too little host memory, the least bytes each has to pin, and whether that is
+    certain."""
     costs = problem.costs
     for n in np.unique(costs.node[costs.host_is_scarce]).tolist():
         devices = np.flatnonzero(costs.node == n).tolist()

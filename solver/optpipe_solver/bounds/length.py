@@ -91,10 +91,7 @@ def _to_last_op(at: Pass, first: Mapping[int, Pass], paths: Paths) -> float:
 
 
 def _longest(ops: list[_Ops]) -> float:
-    """Return the largest bound of all sets of these ops.
-
-    The best set has all ops with at least so much before and at least so much after.
-    """
+    """Return the largest bound of all sets of these ops: the best has all with at least so much before and after."""
     ms, before, after = np.array(sorted(ops, key=lambda op: -op.after)).T
     chosen = before >= before[:, None]  # (least before, op)
     bounds = before[:, None] + np.cumsum(ms * chosen, axis=1) + after
@@ -191,10 +188,7 @@ def _choice_costs(
 
 @cache
 def _weights() -> Floats:
-    """Return (3, ways) all ways to split one over memory, link and compute, in `tuning.WEIGHT_STEPS` steps.
-
-    Each makes one bound of three limits.
-    """
+    """Return (3, ways) all ways to split one over memory, link and compute, in `tuning.WEIGHT_STEPS` steps."""
     n = tuning.WEIGHT_STEPS
     return np.array([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]).T / n
 

@@ -68,8 +68,7 @@ class AnonymousModel(WindowModel):
         super()._add_no_overlap([each for each in busy if each.length > 0])
 
     def _relate_visits(self) -> None:
-        """The k-th op of a stage waits for the k-th of its neighbour; visits of one stage overtake only for a
-        reason."""
+        """The k-th op of a stage waits for the k-th of its neighbour; its visits overtake only for a reason."""
         v = self.variables
         for visits in v.problem.costs.classes:
             route, first = v.problem.route(visits[0]), visits[0]

@@ -250,8 +250,7 @@ class _Held:
     # --- moments
 
     def _moment(self, s: int, j: int, point: Point, of_forward: bool = False) -> HintedMoment | None:
-        """A point of an activation's op. With `of_forward` a B is the backward of forward j
-        (`WindowVariables.backward`)."""
+        """A point of an activation's op; `of_forward` a B is the backward of forward j (`WindowVariables.backward`)."""
         op = self._v.backward(s, j) if of_forward and point.kind == B else Op(point.kind, s, j, point.level)
         return self._end(op) if point.is_end else self._start(op)
 

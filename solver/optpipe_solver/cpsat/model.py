@@ -182,8 +182,7 @@ class WindowModel:
                 self._start_after(Op(B, t, j), Op(B, s, j), v.grid.gradient_delay(s, j))
 
     def _order_recompute(self) -> None:
-        """F, C, backward, and C after the reloads of its checkpoint. Of what is recomputed nothing else is offloaded,
-        not even in part."""
+        """F, C, backward, and C after the reloads of its checkpoint; nothing else of it is offloaded."""
         v = self.variables
         for s, j in v.passes:
             self._start_after(Op(F, s, j), v.backward(s, j))
@@ -292,8 +291,7 @@ class WindowModel:
                     v.model.add(v.start[y] >= v.start[x] + v.duration(x))
 
     def _compute_times(self, x: Op) -> Iterator[BusyTime]:
-        """What an op puts on its device's compute stream: nothing for a transfer, one time of both where B and W may be
-        one."""
+        """What an op puts on its device's compute stream: one time of both where B and W may be one."""
         v, s, j = self.variables, x.stage, x.microbatch
         by, fused = v.device_end[v.device(x)], v.fused.get((s, j), False)
         if x.kind in (B, W) and fused is not False:
@@ -349,8 +347,8 @@ class WindowModel:
                 v.model.add(v.start[y] >= v.start[x] + v.duration(x))
 
     def _order_equal_parts(self) -> None:
-        """Of equal parts of an activation the second one leaves only if the first one does, and after it, and comes
-        back after it, where that holds in the incumbent."""
+        """Of equal parts the second leaves only after the first, and comes back after it, where the incumbent has it
+        so."""
         v, started, allocated = self.variables, self.variables.incumbent.start, self.variables.incumbent.allocation
         moments: list[tuple[Mapping[Op, Moment], Mapping[Op, int]]] = [(v.start, started), (v.allocation, allocated)]
         for s, j in v.passes:

@@ -84,10 +84,8 @@ Minimize = Callable[[Task], Outcome]  # returns when the optimum is proven or ti
 
 
 def minimize(solver: str, task: Task, note: Callable[[str], None]) -> tuple[str, Outcome]:
-    """Solves with the backend of that name or, if it is not available, notes why and solves with HiGHS.
-
-    Returns the name of the backend that did it, and how it ended.
-    """
+    """Solves with the backend of that name or, if it is not available, notes why and solves with HiGHS. Returns which
+    did it, and how it ended."""
     began = time.monotonic()
     with _stdout_to_stderr():
         try:

@@ -111,8 +111,8 @@ class LongestPaths:
         return self._acyclic and float((self.head + self.tail).max()) <= self.horizon * (1 + TOLERANCE)
 
     def _add_forced_arcs(self) -> None:
-        """Adds pairs of ops of a device that no schedule within the horizon runs the other way round, until there are
-        no more."""
+        """Adds pairs of a device's ops that no schedule within the horizon runs the other way round, until there are no
+        more."""
         while self.possible:
             related = self.lag > -np.inf
             y_before_x = (self.head + self.time)[:, None] + self.tail[None, :]  # by y, x: the least length

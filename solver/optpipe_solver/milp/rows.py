@@ -225,8 +225,7 @@ def longest_paths(nodes: int, arcs: Iterable[tuple[int, int, float]]) -> Floats 
 def _linear_form(
     times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
 ) -> tuple[dict[int, float], float]:
-    """A sum that reaches `at_least` as one of variables alone, a negation being 1 - variable: coefficients by variable,
-    and what they have to reach."""
+    """A sum that reaches `at_least` as one of variables alone: coefficients by variable, and what they must reach."""
     row: dict[int, float] = {}
     for coefficient, var in times:
         row[var] = row.get(var, 0.0) + coefficient

@@ -89,9 +89,8 @@ class _Search:
         self._notes: set[str] = set()
 
     def improve(self, clock: Clock, most_vain_s: float, switches: Switches) -> None:
-        """Solves window after window of the best schedule, until so many seconds have shortened nothing.
-
-        Their models have no triangle cuts: without them they are solved sooner."""
+        """Solves windows of the best schedule, without triangle cuts, as that is sooner, until so many seconds gained
+        nothing."""
         switches = replace(switches, triangles="none")
         choice, solver = WindowChoice(self._problem, self._request.seed), self._request.solver
         solved, gained, vain_s = 0, 0, 0.0

@@ -91,8 +91,7 @@ def expand(device: OneStage, room: tuple[StageState, ...], states: States, pops:
 
 @compiled_part
 def _add_successors(room: tuple[StageState, ...], device: OneStage, states: States, least: float) -> None:
-    """Add what follows from the first state with each op on compute and each transfer on each line; the others are to
-    work on."""
+    """Add what follows from the first state with each op on compute and each transfer on each line."""
     state, computing, sending, following = room
     held = _bytes_held(state, device)
     for op in range(6):
@@ -247,8 +246,7 @@ def _may_move(state: StageState, i: int, direction: int, device: OneStage) -> bo
 
 @compiled_part
 def _go_to_next_event(state: StageState, device: OneStage) -> bool:
-    """Go to the next event: the op on compute or a transfer ends or, with compute idle, an input gradient may start.
-    False if there is none."""
+    """Go on until compute or a line ends or, with compute idle, an input gradient may start. False if none does."""
     row, lines, activations, event = state.row, state.lines, state.activations, np.inf
     if row[OP] != IDLE:
         event = row[OP_ENDS]

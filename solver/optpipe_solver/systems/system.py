@@ -77,10 +77,7 @@ class System:
             raise
 
     def _own_chunks(self, problem: Problem) -> int | None:
-        """Count the stages of a device, each way, if devices and routes have this shape; None if they do not.
-
-        Which micro-batch takes which route is free.
-        """
+        """Count the stages of a device, each way; None if devices and routes have another shape."""
         devices, ways = [stage.device for stage in problem.stages], WAYS[self.shape]
         length, chunks = len(devices) // ways, len(devices) // ways // len(set(devices))
         rows = tuple(tuple(range(w * length, (w + 1) * length)) for w in range(ways))

@@ -138,8 +138,7 @@ def main_grad(parameter: Tensor) -> Tensor | None:
 
 
 def _unshared(grad: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """The gradient itself if the next one may be added to it in place, else a copy: for an output's gradient, which
-    something else may hold, and for an expanded one."""
+    """The gradient itself if the next one may be added to it in place; else a copy, as something else may hold it."""
     part = local(grad)
     if not plain(part):
         return grad
@@ -232,8 +231,7 @@ class Delayed:
         queue.push(lambda: accumulate(*self._oldest(module)))
 
     def _oldest(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The gradients of its oldest backward. TransformerEngine sets `.grad` where autograd would add to it, so
-        `.grad` is put aside meanwhile."""
+        """The gradients of its oldest backward, with `.grad` put aside, which TransformerEngine sets."""
         self._pending[module] -= 1
         aside = {parameter: parameter.grad for parameter in module.parameters() if parameter not in self._at_b}
         for parameter in aside:
