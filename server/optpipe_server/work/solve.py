@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
-import psutil
 import structlog
 
 from optpipe.anytime import Search, search
@@ -98,9 +97,8 @@ class Solve:
         elif search is not None and search.ran_s > self._limit_s:
             self.end("late")
         elif search is not None and self._memory_mib is not None:
-            # Pages that processes share count for each of them. A limit on the address space would not do: CP-SAT
-            # reserves many times what it uses.
-            held_mib = sum(map(resident_bytes, process_tree.members(search.mark))) / MIB
+            # A limit on the address space would not do: CP-SAT reserves many times what it uses.
+            held_mib = process_tree.resident_bytes(process_tree.members(search.mark)) / MIB
             if held_mib > self._memory_mib:
                 message = f"the solver held {int(held_mib)} MiB, and memory_mib is {self._memory_mib}"
                 self.end("crashed", message)
@@ -262,11 +260,3 @@ def _first_to_go(pid: int) -> None:
     """Let the kernel end a solver's process before the service's own ones if memory is out."""
     with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
         file.write(str(FIRST_TO_GO))
-
-
-def resident_bytes(pid: int) -> int:
-    """Return what a process holds in memory; 0 if it has ended."""
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:
-        return 0

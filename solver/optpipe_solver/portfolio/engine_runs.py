@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-
-import psutil
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.jit import compiles_elsewhere
 from optpipe.process.child import LOADING_S, Child
+from optpipe.process.process_tree import members, resident_bytes
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Note, Programs, Ready, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import engines, tuning
@@ -287,15 +286,13 @@ class EngineRuns:
         self._planned = [run for run in self._planned if run.engine != engine]
 
     def limit_memory(self) -> None:
-        """Stop the engine that holds most if all processes together hold more than the request allows.
-
-        Pages that processes share count for each of them.
-        """
+        """Stop the engine that holds most if all processes together hold more than the request allows."""
         allowed_mib = self._request.memory_mib
         if allowed_mib is None:
             return
-        held = {process: _resident(process.child.pid) for process in self._processes.running if not process.stopped}
-        total = sum(held.values()) + int(psutil.Process().memory_info().rss)
+        running = (process for process in self._processes.running if not process.stopped)
+        held = {process: resident_bytes(members(process.child.mark)) for process in running}
+        total = sum(held.values()) + resident_bytes([os.getpid()])
         if held and total > allowed_mib * MIB:
             largest = max(held, key=held.__getitem__)
             self._processes.stop(largest)
@@ -307,14 +304,3 @@ class EngineRuns:
 
 def _contains(each: Sequence[tuple[str, Schedule | None]], engine: str, start: Schedule | None) -> bool:
     return any(name == engine and begun_from is start for name, begun_from in each)
-
-
-def _resident(pid: int) -> int:
-    """Resident memory of a process, with all that it started."""
-    total = 0
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(pid)
-        for process in [parent, *parent.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-    return total

@@ -23,7 +23,6 @@ from optpipe_server.database.changes import MissingError, StaleError
 from optpipe_server.database.jobs import options_of
 from optpipe_server.metrics import REGISTRY
 from optpipe_server.work import Rounds, solve
-from optpipe_server.work.solve import resident_bytes
 from optpipe_server.work.solves import ThreadBudget
 from optpipe_solver.heuristics import generate
 
@@ -297,7 +296,7 @@ def test_memory_is_counted_with_child_processes() -> None:
     code = f"import subprocess, sys; held = bytearray(b'x') * 2**25; {start}"
     inner = "import time; held = bytearray(b'x') * 2**25; time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code, inner], env=process_tree.environment(mark)):
-        until(lambda: sum(map(resident_bytes, process_tree.members(mark))) > 2**26)
+        until(lambda: process_tree.resident_bytes(process_tree.members(mark)) > 2**26)
         assert len(process_tree.members(mark)) == 2
         assert process_tree.end(mark) == 2
     assert process_tree.members(mark) == []
