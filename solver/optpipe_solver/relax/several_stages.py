@@ -57,10 +57,8 @@ class StepBytes(NamedTuple):
 
 
 class StepFractions(NamedTuple):
-    """Fractions of the budget, by several measures (dual feasible functions).
-
-    Memory over time is in ms: 1 ms is the whole budget for 1 ms.
-    """
+    """Fractions of the budget, by several measures (dual feasible functions). Memory over time is in ms: 1 ms is the
+    whole budget for 1 ms."""
 
     between: Floats  # (measures, 2c + 1) that a micro-batch holds before each step, and after the last
     # (measures, 2c + 1) memory over time of a micro-batch from the start of each step on; weight gradients count while
@@ -71,10 +69,8 @@ class StepFractions(NamedTuple):
 
 
 class SeveralStages(NamedTuple):
-    """A device that each micro-batch passes on c stages.
-
-    A micro-batch has 2c ops here, its steps: forwards on the way there, input gradients on the way back.
-    """
+    """A device that each micro-batch passes on c stages. A micro-batch has 2c ops here, its steps: forwards on the way
+    there, input gradients on the way back."""
 
     microbatches: int  # that pass it
     step_ms: Floats  # (2c,) of each step
