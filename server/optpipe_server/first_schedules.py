@@ -7,7 +7,7 @@ bounds, and their word that a problem is infeasible, are taken as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,12 +19,12 @@ import anyio.to_thread
 import structlog
 
 from optpipe import solvers
-from optpipe.anytime import valid
-from optpipe.errors import InputError, OptPipeError
+from optpipe.anytime import Keeper
+from optpipe.errors import InputError
 from optpipe.formats.stacks import STACKS
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
-from optpipe.process.protocol import Programs, Request
+from optpipe.process.protocol import Frame, Programs, Request
 from optpipe.results import Result, merged
 from optpipe.schedule import Schedule, check
 from optpipe_server import accepted
@@ -100,11 +100,11 @@ class FirstSchedules:
             request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
             left_s = deadline - time.monotonic()
             until = deadline - min(left_s / 2, CHECK_S_PER_PART * parts)  # an answer is verified, too
-            text, answer = request.model_dump_json(exclude_none=True), schedules.Answer()
+            text, frames = request.model_dump_json(exclude_none=True), list[Frame]()
             with suppress(TaskError):
                 module = solvers.installed().FIRST
-                answer = await self._pool.run(schedules.first_schedules, module, text, until=until)
-            return await self.check(partial(self._best, initial, request, answer, options))
+                frames = await self._pool.run(schedules.first_schedules, module, text, until=until)
+            return await self.check(partial(self._best, initial, request, frames, options))
 
     def _known(
         self,
@@ -143,9 +143,9 @@ class FirstSchedules:
         return Result.from_schedule(hit.schedule, options, bound_ms)
 
     def _best(
-        self, initial: InitialResult, request: Request, answer: schedules.Answer, options: SolveOptions
+        self, initial: InitialResult, request: Request, frames: Sequence[Frame], options: SolveOptions
     ) -> InitialResult:
-        first = _better(initial, InitialResult(_verified(request, answer), "heuristic"))
+        first = _better(initial, InitialResult(_verified(request, frames), "heuristic"))
         if first.state(options) == "done":  # no worker will keep it
             self._cache.keep(first.best)
         return first
@@ -156,24 +156,15 @@ def _better(former: InitialResult, new: InitialResult) -> InitialResult:
     return InitialResult(best, former.source if best.schedule is former.best.schedule else new.source)
 
 
-def _verified(request: Request, answer: schedules.Answer) -> Result:
-    """The last valid schedule of an answer, with its bound and what else it says."""
-    bound_only = Result("unknown", objective=request.objective, lower_bound_ms=answer.lower_bound_ms)
-    stack, other_stages = STACKS[request.stack], None
-    with suppress(OptPipeError):
-        if answer.other_stages:
-            other_stages = valid(answer.other_stages.schedule, request.problem, stack)
-    keep = {"placement": None} if request.placements == "keep" else {}
-    for frame in reversed(answer.incumbents):
-        try:
-            programs = frame.schedule.model_copy(update={"method": frame.method, **keep})
-            schedule = valid(programs, request.problem, stack)
-        except OptPipeError as error:
-            log.warning("a first schedule was rejected", method=frame.method, why=str(error))
-            REJECTED.inc()
-            continue
-        result = Result.from_schedule(schedule, request, answer.lower_bound_ms, frame.method)
-        return replace(result, other_stages=other_stages)
-    if not answer.infeasible:
-        return bound_only
-    return replace(bound_only, status="infeasible", reason=answer.infeasible, remedies=answer.remedies)
+def _verified(request: Request, frames: Sequence[Frame]) -> Result:
+    """The best valid schedule, with its bound and what else the solver says."""
+    keeper = Keeper(request.problem, request)
+    for frame in frames:
+        keeper.take(frame)
+        if keeper.result.schedule is not None:  # those that follow are no better
+            break
+    result = keeper.end(None)
+    if result.rejected:
+        log.warning("first schedules were rejected", why=result.notes)
+        REJECTED.inc(result.rejected)
+    return result

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -15,19 +15,7 @@ from optpipe.comparison import Row, rows_of
 from optpipe.errors import InputError, ScheduleError
 from optpipe.formats import Export, export
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import (
-    Bound,
-    CompareRequest,
-    Frame,
-    Incumbent,
-    Infeasible,
-    OtherStages,
-    Programs,
-    Refused,
-    Remedies,
-    Remedy,
-    Request,
-)
+from optpipe.process.protocol import CompareRequest, Frame, Incumbent, Programs, Refused, Request
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe.show.figure import figure, side_by_side
 from optpipe.show.trace import trace
@@ -47,38 +35,22 @@ def warm_up() -> None:
     import_module(solvers.installed().FIRST).warm_up()
 
 
-@dataclass
-class Answer:
-    """What a solver answered to one request."""
+def first_schedules(module: str, request: str) -> list[Frame]:
+    """Return the last frame of each kind that the solver sends for a `Request` until it ends or its time is over, and
+    behind them its schedules, the best one first. Raises `InputError` if it refuses the request."""
+    last, incumbents = dict[type[Frame], Frame](), deque[Frame](maxlen=INCUMBENTS_KEPT)
 
-    lower_bound_ms: float | None = None
-    infeasible: str | None = None
-    other_stages: OtherStages | None = None
-    remedies: tuple[Remedy, ...] = ()
-    incumbents: deque[Incumbent] = field(default_factory=lambda: deque(maxlen=INCUMBENTS_KEPT))
-
-    def add(self, frame: Frame) -> None:
-        """Add one frame. Raises `InputError` if the request was refused."""
+    def add(frame: Frame) -> None:
         if isinstance(frame, Refused):
             raise InputError(frame.reason)
-        if isinstance(frame, Bound):
-            self.lower_bound_ms = max(frame.lower_bound_ms, self.lower_bound_ms or 0.0)
-        elif isinstance(frame, Infeasible):
-            self.infeasible = frame.reason
-        elif isinstance(frame, OtherStages):
-            self.other_stages = frame
-        elif isinstance(frame, Remedies):
-            self.remedies = frame.remedies
-        elif isinstance(frame, Incumbent):
-            self.incumbents.append(frame)
+        if isinstance(frame, Incumbent):
+            incumbents.append(frame)
+        else:
+            last[type(frame)] = frame
 
-
-def first_schedules(module: str, request: str) -> Answer:
-    """Return what the solver finds for a `Request` until it ends or its time is over. Raises `InputError`."""
-    answer = Answer()
     with suppress(Late):
-        import_module(module).answer(Request.model_validate_json(request), answer.add)
-    return answer
+        import_module(module).answer(Request.model_validate_json(request), add)
+    return [*last.values(), *reversed(incumbents)]
 
 
 class _Row(NamedTuple):
