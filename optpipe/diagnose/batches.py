@@ -22,7 +22,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import COMPUTE_MS, EachMs, Stage, StageCosts, each_microbatch
 from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule
-from optpipe.steps.assign import assign, work_ms
+from optpipe.steps.assign import assign
 
 PIECES = 12  # of a stage of unknown layers: 2, 3, 4 and 6 chunks divide it
 WORK = 50_000  # ops that a search of one replica simulates
@@ -91,9 +91,9 @@ class StepBatch:
                 ms, slowest = self._length_ms(each), each
         bound_ms = max(floor_ms(problem) for problem in problems)
         if change.entry == "spread":
-            bound_ms = float(work_ms(batch).sum(axis=1).max()) / len(groups)
+            bound_ms = float(batch.costs.work_ms.sum(axis=1).max()) / len(groups)
         if change.placement:  # other divisions count, too
-            bound_ms = float(work_ms(batch).sum()) / len(groups) / len(batch.devices)
+            bound_ms = float(batch.costs.work_ms.sum()) / len(groups) / len(batch.devices)
         return Outcome(ms, min(bound_ms, ms), slowest)
 
     def _problem(self, r: int, batch: Problem, group: Sequence[int], change: Change) -> Problem:

@@ -211,6 +211,13 @@ class Costs:
         return [np.flatnonzero(self.class_of == c).tolist() for c in range(len(self.representatives))]
 
     @property
+    def work_ms(self) -> Floats:
+        """(D, m) how long each micro-batch keeps each device busy."""
+        work = np.zeros((len(self.node), len(self.route)))
+        np.add.at(work, self.device, self.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0))
+        return work
+
+    @property
     def are_equal(self) -> bool:
         """Whether all micro-batches of a route have the same figures."""
         return len(self.representatives) == len(np.unique(self.route))

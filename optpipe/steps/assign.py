@@ -17,7 +17,6 @@ from optpipe.dispatch.descents import StageRelief, first_waits, whole_reliefs
 from optpipe.dispatch.figures import Choices, Figures, in_rows, memory_shares, new_state
 from optpipe.errors import InputError, ScheduleError
 from optpipe.model.arrays import Floats, Ints
-from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.rules import Rules
 from optpipe.steps.cost_model import CostModel
@@ -90,7 +89,7 @@ def assign(batch: Problem, replicas: int, counts: Sequence[int] | None = None, f
 
     each = _counts(batch, replicas, counts, free)
     require_room(batch)
-    work = work_ms(batch)
+    work = batch.costs.work_ms
     order, each = _longest_first(work, each, free)
     figures, most = Figures.from_problem(batch), order.shape[1]
     state, ms = new_state(figures, most), np.zeros(replicas)
@@ -123,14 +122,6 @@ def _counts(batch: Problem, replicas: int, counts: Sequence[int] | None, free: b
     if len(counts) != replicas or min(counts) < 1 or sum(counts) != m:
         raise InputError(f"counts = {list(counts)}: {replicas} numbers of at least 1 with the sum {m} were expected")
     return np.array(counts, dtype=np.int64)
-
-
-def work_ms(batch: Problem) -> Floats:
-    """(D, m) how long each micro-batch keeps each device busy."""
-    costs = batch.costs
-    work = np.zeros((len(batch.devices), batch.microbatches))
-    np.add.at(work, costs.device, costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0))
-    return work
 
 
 def _longest_first(work: Floats, counts: Ints, free: bool) -> tuple[Ints, Ints]:

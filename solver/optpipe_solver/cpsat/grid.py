@@ -74,9 +74,8 @@ class Grid:
         unit = common_step_ms(problem)
         if not unit:
             return cls(problem, Fraction(1), exact=False)  # nothing takes any time
-        work = np.zeros((len(problem.devices), problem.microbatches))
-        np.add.at(work, problem.costs.device, problem.costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0))
-        busiest = round(Fraction(work.max()) / unit) * unit  # a sum of times is a multiple of their unit, too
+        busiest_ms = problem.costs.work_ms.max()  # a sum of times is a multiple of their unit, too
+        busiest = round(Fraction(busiest_ms) / unit) * unit
         coarsest = max(busiest / finest, exact(serial_ms(problem)) / LONGEST)
         lasting = problem.costs.ms[[Kind.F, Kind.B, Kind.W]].all() and all(
             np.all(level.recompute_ms) for stage in problem.stages for level in stage.all_levels
