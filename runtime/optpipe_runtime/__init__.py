@@ -57,30 +57,10 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
-    "Excess",
-    "Follower",
-    "HostOptimizer",
-    "Layout",
-    "Microbatches",
-    "OpTime",
-    "Pipeline",
-    "Plan",
-    "PlannedSteps",
-    "Profiler",
-    "ScheduleClient",
-    "Setup",
-    "StepReport",
-    "TorchSchedule",
-    "as_whole",
-    "name_ranges",
-    "on_all_ranks",
-    "prepare",
-    "profile_layers",
-    "record_trace",
-    "stages_of",
-    "torch_schedule",
-    "weight_grads",
-]
+    "Excess", "Follower", "HostOptimizer", "Layout", "Microbatches", "OpTime", "Pipeline", "Plan", "PlannedSteps",
+    "Profiler", "ScheduleClient", "Setup", "StepReport", "TorchSchedule", "as_whole", "name_ranges", "on_all_ranks",
+    "prepare", "profile_layers", "record_trace", "stages_of", "torch_schedule", "weight_grads",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
