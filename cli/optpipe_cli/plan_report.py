@@ -37,7 +37,7 @@ TO_MEASURE = {  # where a parameter of the cost model leaves most open
 def progress(search: PlanSearch) -> str:
     """One line for the terminal."""
     best = f"; best {search.best.iteration_ms / S:.4g} s: {search.best}" if search.best else ""
-    scheduled = sum(candidate.schedule is not None for candidate in search.candidates)
+    scheduled = sum(candidate.method is not None for candidate in search.candidates)
     return f"{search.phase}: {len(search.candidates)} candidates, {scheduled} scheduled, {search.solved} searched{best}"
 
 
@@ -100,12 +100,11 @@ def _today(plan: Plan, today: Running) -> Iterator[str]:
     )
     same = next(candidate for candidate in plan.ranked if candidate.division == today.candidate.division)
     for name, best in (("so divided", same), ("by the plan", plan.best)):
-        if best.schedule:
-            less = 1 - best.iteration_ms / today.iteration_ms
+        if best.method:
+            ms, held = best.lengths[best.method]
+            less = 1 - ms / today.iteration_ms
             change = f"{abs(less):.1%} {'less' if less >= 0 else 'more'}"
-            held = max(best.used_bytes(best.schedule)) / GB
-            method = best.schedule.method
-            yield f"      {name}: {best.iteration_ms / S:.4g} s ({change}), {held:.2f} GB, by {method}: {best}"
+            yield f"      {name}: {ms / S:.4g} s ({change}), {held / GB:.2f} GB, by {best.method}: {best}"
         else:
             proven = best.bound_ms >= NO_SCHEDULE_MS
             yield f"      {name}: {'nothing fits, whatever is recomputed' if proven else 'nothing that fits was found'}"
@@ -167,10 +166,10 @@ def _other_divisions(plan: Plan) -> Iterator[str]:
     yield "other divisions, each by its best candidate; ≥ is a bound, ≈ cannot be distinguished from the best one"
     differences = [difference(plan.best, other) for other in plan.other_divisions[:OTHERS]]
     for other, each in zip(plan.other_divisions, differences, strict=False):
-        text = f"{other.iteration_ms / S:.4g}" if other.schedule else f"≥ {other.bound_ms / S:.4g}"
-        by = f", {other.schedule.method}" if other.schedule else ""
-        yield f"{f'≈ {text}' if each.is_open and other.schedule else text:>9} s  {other}{by}"
-    if differences and plan.other_divisions[0].schedule and differences[0].is_open:
+        text = f"{'' if other.method else '≥ '}{other.least_ms / S:.4g}"
+        by = f", {other.method}" if other.method else ""
+        yield f"{f'≈ {text}' if each.is_open and other.method else text:>9} s  {other}{by}"
+    if differences and plan.other_divisions[0].method and differences[0].is_open:
         runner_up = differences[0]
         yield (
             f"the runner-up is {expm1(runner_up.longer):.1%} longer, ± {runner_up.spread:.1%} (a standard deviation), "
@@ -220,12 +219,15 @@ def _division(candidate: Candidate) -> dict[str, Any]:
 def _figures(candidate: Candidate) -> dict[str, Any]:
     estimate, schedule = candidate.estimate, candidate.schedule
     content = _division(candidate) | {"bound_ms": candidate.bound_ms, "parts_ms": candidate.parts_ms}
-    if schedule:
+    if candidate.method:
         content |= {
-            "method": schedule.method,
+            "method": candidate.method,
             "iteration_ms": candidate.iteration_ms,
             "tokens_per_s": _tokens_per_s(candidate),
             "mfu": estimate.utilization_in(candidate.iteration_ms),
+        }
+    if schedule:
+        content |= {
             "bubble": schedule.timeline.bubble,
             "used_bytes": candidate.used_bytes(schedule),
             "peak_ranges": candidate.peak_ranges(schedule),
@@ -265,10 +267,10 @@ def _settings(plan: Plan) -> dict[str, list[str]]:
 
 def _explained(best: Candidate, other: Candidate) -> Iterator[str]:
     """Where the runner-up's time goes, beside the best one's, and which term makes most of the difference."""
-    by = other.schedule.method if other.schedule else "its bound"
+    by = other.method or "its bound"
     longer = other.least_ms / best.least_ms - 1
-    if other.schedule or longer > 0:
-        yield f"the runner-up takes {'' if other.schedule else 'at least '}{longer:+.1%}: {other}, by {by}"
+    if other.method or longer > 0:
+        yield f"the runner-up takes {'' if other.method else 'at least '}{longer:+.1%}: {other}, by {by}"
     else:
         yield f"the runner-up has no schedule yet; its bound allows up to {-longer:.1%} less: {other}"
     yield f"{'s':>27}{'best':>10}{'runner-up':>11}{'more':>9}"

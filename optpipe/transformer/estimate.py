@@ -90,8 +90,8 @@ class Estimate:
     @cached_property
     def layers(self) -> list[StageCosts]:
         """What each piece costs."""
-        costs = {piece: self.clock.costs(piece) for piece in set(self.pieces)}
-        return [costs[piece] for piece in self.pieces]
+        costs = {key: self.clock.costs(piece) for key, piece in _by_kind(self.pieces).items()}
+        return [costs[id(piece)] for piece in self.pieces]
 
     @cached_property
     def clock(self) -> Clock:
@@ -353,18 +353,24 @@ def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece], received: int
     weights, gradients, optimizer = (ceil(each * kept_weights(share, pieces, zero)) for each, zero in sizes)
     # While an op runs: recomputed tensors and gradients of a piece, messages; with ZeRO 3 the weights of a layer and
     # the next, with ZeRO 2 a layer's gradients before they are reduced.
+    kinds = _by_kind(pieces).values()
     inside = max(
-        piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in pieces
+        piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in kinds
     )
     buffers = max(MESSAGES, run.keep_received * run.microbatches * received)
     messages = buffers * share.message_bytes if share.parallelism.pp > 1 else 0.0
     gathered = 2 * run.value_bytes * (share.parallelism.zero >= 3)
     summed = run.gradient_bytes * (share.parallelism.zero >= 2)
-    most = max(gathered * (p.weights + p.expert_weights) + summed * sum(trained_weights(p)) for p in pieces)
-    trained = max((trained_weights(p)[0] for p in pieces if p.is_layer), default=0.0)
+    most = max(gathered * (p.weights + p.expert_weights) + summed * sum(trained_weights(p)) for p in kinds)
+    trained = max((trained_weights(p)[0] for p in kinds if p.is_layer), default=0.0)
     workspace = ceil(inside + messages + most + run.fused_gradients * run.value_bytes * trained)
     left = gpu.memory_bytes - gpu.reserved_bytes - (weights + gradients + optimizer) - workspace
     return DeviceMemory(weights, gradients, optimizer, workspace, gpu.reserved_bytes, left)
+
+
+def _by_kind(pieces: Sequence[Piece]) -> dict[int, Piece]:
+    """One of the pieces that are the same object, by its id: comparing all that they have takes longer."""
+    return {id(piece): piece for piece in pieces}
 
 
 def count_weights(share: Share, pieces: Sequence[Piece]) -> tuple[float, float]:

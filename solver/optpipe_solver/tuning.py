@@ -88,6 +88,7 @@ PARTITION_MOVES = 240  # from one partition; of more a sample is tried
 
 # The planner
 MICROBATCH_SIZES = (1, 2, 4, 8)
+LOOPED_CHUNKS = 24  # a device at most, where stages are looped; else `CHUNKS`
 MOST_DEGREE = 4096  # of pipeline or data parallelism
 PUBLISHED_SHARE = 0.35  # of the time: published schedules for every candidate whose bound allows it
 LISTED_SHARE = 0.15  # of the time: list scheduling for those that are left

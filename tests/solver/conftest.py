@@ -39,4 +39,5 @@ def few_choices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "MICROBATCH_SIZES", (1, 2))
         patch.setattr(tuning, "CHUNKS", 2)
+        patch.setattr(tuning, "LOOPED_CHUNKS", 2)
         yield

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from support.problems.planning import RESERVED, SMALL, planned, question
+from support.problems.planning import RESERVED, SMALL, every, planned, question
 
 from optpipe import InputError, OptPipeError, check, export_schedule
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
@@ -15,11 +15,12 @@ from optpipe.options import SearchOptions
 from optpipe.transformer.calibrate import NAMES, UNEXPLAINED
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Run
+from optpipe_solver import tuning
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.candidate import Candidate, difference
-from optpipe_solver.planner.candidates import Question, candidates
+from optpipe_solver.planner.candidates import Question, branches, candidates
 from optpipe_solver.planner.search import Plan, PlanSearch, published
 from optpipe_solver.systems import generate
 
@@ -34,7 +35,7 @@ def found(few_choices: None) -> Plan:
 def everything(asked: Question) -> float:
     """The shortest iteration that any published schedule or list scheduling has, of all candidates, without bounds."""
     best = NO_SCHEDULE_MS
-    for candidate in candidates(asked):
+    for candidate in every(asked):
         if candidate.state_bytes >= asked.gpu.memory_bytes or infeasibility(candidate.problem):
             continue
         listed = []
@@ -80,7 +81,7 @@ def test_activations_may_be_evicted_to_other_devices() -> None:
 
     def one_stage_a_device(memory_bytes: int) -> Candidate:
         asked = question(memory_bytes, model=SMALL.model_copy(update={"layers": 8}), gpus=8, batch=16)
-        return next(c for c in candidates(asked) if c.division[1] == c.estimate.parallelism.stages == 8)
+        return next(c for c in every(asked) if c.division[1] == c.estimate.parallelism.stages == 8)
 
     ample = one_stage_a_device(80_000_000_000)
     tight = one_stage_a_device(max(ample.used_bytes(generate("1f1b", ample.problem))) - 1)
@@ -118,7 +119,7 @@ def test_torch_splits_no_backward_of_replicas_and_holds_gradients_until_w() -> N
                 assert held == pytest.approx(factor * stage.activation_bytes, rel=1e-6)
     assert (True, False) in seen
     assert (True, True) not in seen
-    alone = next(c for c in candidates(question(9 * RESERVED, stack="torch")) if c.division == (1, 4, 1, 1, 1))
+    alone = next(c for c in every(question(9 * RESERVED, stack="torch")) if c.division == (1, 4, 1, 1, 1))
     tried = [alone.take(each) for each in published(alone, "torch")]
     assert any(tried)
     assert any(method.startswith("zb-") for method in alone.lengths)
@@ -141,7 +142,7 @@ def test_a_search_of_its_own_takes_the_place_of_what_it_beats(found: Plan, monke
         asked.append(seconds)
 
     options = SearchOptions(time_limit_s=10_000.0, gap=0.0)
-    monkeypatch.setattr(PlanSearch, "_is_open", lambda self, candidate: candidate.schedule is not None)
+    monkeypatch.setattr(PlanSearch, "_is_open", lambda self, candidate: candidate.method is not None)
     plan = PlanSearch(question(), solve, options, 5).run()
     rounds = [asked.count(seconds) for seconds in dict.fromkeys(asked)]
     assert rounds == [5, 2]  # with cores to spare they become smaller, too
@@ -153,7 +154,7 @@ def test_a_search_of_its_own_takes_the_place_of_what_it_beats(found: Plan, monke
 def test_parts_add_up(found: Plan) -> None:
     for candidate in (found.best, *found.other_divisions):
         divided = candidate.parts_ms
-        assert sum(divided.values()) == pytest.approx(candidate.least_ms)
+        assert sum(divided.values()) == pytest.approx(max(candidate.least_ms, candidate.work_ms))
         assert min(divided.values()) > -1e-6 * candidate.least_ms
     assert {c.division for c in found.other_divisions}.isdisjoint({found.best.division})
 
@@ -185,7 +186,7 @@ def test_what_is_told_to_be_nearest_misses_by_least() -> None:
     """Long sequences: the division with the smallest state needs the most for activations."""
     model = SMALL.model_copy(update={"sequence": 2**17, "vocabulary": 1000})
     asked = question(RESERVED + 10**8, model=model, stack="megatron")
-    needed = {str(c): (c.needed_bytes, c.state_bytes) for c in candidates(asked)}
+    needed = {str(c): (c.needed_bytes, c.state_bytes) for c in every(asked)}
     least, state = min(needed.values())
     assert state > min(state for _, state in needed.values())
     with pytest.raises(InputError) as told:
@@ -227,7 +228,37 @@ def test_torch_has_no_pipeline_for_tied_models() -> None:
     assert {c.estimate.parallelism.pp for c in plan.ranked} == {1}
     with pytest.raises(InputError, match=r"a GPU needs .*; embedding and head of small are tied, which torchtitan"):
         planned(question(RESERVED + 10**9, model=tied, stack="torch"))
-    assert any(c.estimate.parallelism.pp > 1 for c in candidates(question(model=tied, stack="megatron")))
+    assert any(c.estimate.parallelism.pp > 1 for c in every(question(model=tied, stack="megatron")))
+
+
+def test_what_stands_for_its_branches_is_no_longer_than_any() -> None:
+    asked = question(stack="megatron")
+    for root in candidates(asked):
+        assert root.bound_ms <= min(each.work_ms for each in (root, *branches(asked, root)))
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_a_schedule_is_as_long_and_as_large_as_the_formula_says(gpus: int) -> None:
+    """So that plans by it are those by schedules."""
+    for candidate in every(question(9 * RESERVED, gpus=gpus, batch=12, stack="megatron")):
+        division, run = candidate.estimate.parallelism, candidate.estimate.run
+        if division.chunks == 1 or run.microbatches % division.pp == 0:
+            schedule = generate("1f1b" if division.chunks == 1 else "interleaved", candidate.problem)
+            held = max(candidate.used_bytes(schedule))
+            assert candidate.looped == (pytest.approx(candidate.with_step_end(schedule.makespan_ms)), held)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "expected"), [(80, 4, (1, 2, 3, 4, 5, 7, 10, 20)), (126, 16, (1, 2, 3, 4, 8))]
+)
+def test_chunks_are_as_many_as_make_stages_shorter(
+    layers: int, pp: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Megatron-Bridge's recipes for Llama 3 among them: 5 and 20, 4 and 8."""
+    monkeypatch.setattr(tuning, "LOOPED_CHUNKS", 24)
+    asked = question(model=SMALL.model_copy(update={"layers": layers}), gpus=pp, stack="megatron")
+    (root,) = (c for c in candidates(asked) if c.division == (1, pp, 1, 1, 1) and str(c).endswith("8 × 1 sequence"))
+    assert tuple(dict.fromkeys(c.estimate.parallelism.chunks for c in (root, *branches(asked, root)))) == expected
 
 
 def test_plans_are_equal_within_what_is_not_known(found: Plan) -> None:

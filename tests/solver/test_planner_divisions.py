@@ -4,7 +4,7 @@ stacks that make them."""
 from dataclasses import replace
 
 import pytest
-from support.problems.planning import RESERVED, SMALL, question
+from support.problems.planning import RESERVED, SMALL, every, question
 
 from optpipe import InputError
 from optpipe.formats.modules import AUTOMODEL
@@ -13,7 +13,7 @@ from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run, StateSpace
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import Today, candidates, running
+from optpipe_solver.planner.candidates import Today, running
 from optpipe_solver.planner.search import published
 from optpipe_solver.systems import generate
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.usefixtures("few_choices")
 def test_nothing_leaves_to_the_host_where_that_is_not_allowed() -> None:
     """Nor do checkpoints."""
     for offload in (True, False):
-        problem = candidates(question(9 * RESERVED, offload=offload))[0].problem
+        problem = every(question(9 * RESERVED, offload=offload))[0].problem
         each = [*problem.stages, *(problem.layers or ())]
         assert {costs.can_offload or costs.can_offload_checkpoints for costs in each} == {offload}
         assert any(costs.can_recompute for costs in each)
 
 
 def test_a_margin_is_neither_held_nor_used() -> None:
-    whole, less = (candidates(question(margin=margin)) for margin in (0.0, 0.25))
+    whole, less = (every(question(margin=margin)) for margin in (0.0, 0.25))
     by_name = {str(c): c for c in whole}
     memory = question().gpu.memory_bytes
     for candidate in less:
@@ -42,7 +42,7 @@ def test_a_margin_is_neither_held_nor_used() -> None:
 
 def test_gradients_are_reduced_over_replicas() -> None:
     """2(n - 1)/n of the bytes, over all network cards of a node as every replica is one of its GPUs."""
-    divided = {c.division: c.estimate for c in candidates(question()) if c.estimate.parallelism.zero < 2}
+    divided = {c.division: c.estimate for c in every(question()) if c.estimate.parallelism.zero < 2}
     assert divided[2, 2, 1, 1, 1].reduction_ms == 0
     made = divided[1, 1, 4, 1, 1]
     weights = made.parameters
@@ -52,7 +52,7 @@ def test_gradients_are_reduced_over_replicas() -> None:
 
 
 def test_divisions_are_whole() -> None:
-    for candidate in candidates(question()):
+    for candidate in every(question()):
         parallelism, run = candidate.estimate.parallelism, candidate.estimate.run
         assert parallelism.gpus == 4
         assert parallelism.tp <= 2
@@ -62,31 +62,31 @@ def test_divisions_are_whole() -> None:
 
 def test_experts_are_divided_over_replicas() -> None:
     asked = question(model=MODELS["mixtral-8x7b"], gpus=8, gpu=GPUS["H200"])
-    divisions = {c.division for c in candidates(asked)}
+    divisions = {c.division for c in every(asked)}
     assert {ep for _, _, dp, ep, _ in divisions if dp == 8} == {1, 2, 4, 8}
     for stack in ("megatron", "torch"):
-        every = candidates(asked.model_copy(update={"stack": stack}))
-        found = {(c.division[0], c.division[2], c.division[3], c.estimate.parallelism.etp) for c in every}
+        divided = every(asked.model_copy(update={"stack": stack}))
+        found = {(c.division[0], c.division[2], c.division[3], c.estimate.parallelism.etp) for c in divided}
         assert (2, 4, 8, 1) in found  # undivided experts over all GPUs of a stage
         assert ((2, 4, 4, None) in found) == (stack == "megatron")  # torch divides no expert
 
 
 def test_context_parallelism_divides_what_replicas_cannot() -> None:
     """Sequences of flash attention, into two halves a GPU; with fewer sequences than GPUs it takes all of them."""
-    few = {c.estimate.parallelism.cp for c in candidates(question(batch=1))}
+    few = {c.estimate.parallelism.cp for c in every(question(batch=1))}
     assert few == {1, 2, 4}
     odd = question(model=SMALL.model_copy(update={"sequence": 1026}))
     unfused = question(run=Run(microbatches=1, attention="unfused"))
-    assert {c.estimate.parallelism.cp for asked in (odd, unfused) for c in candidates(asked)} == {1}
-    for candidate in candidates(question()):
+    assert {c.estimate.parallelism.cp for asked in (odd, unfused) for c in every(asked)} == {1}
+    for candidate in every(question()):
         parallelism, run = candidate.estimate.parallelism, candidate.estimate.run
         assert parallelism.cp == 1 or run.microbatch_size == 1  # else replicas send less
 
 
 def test_zero_is_what_the_stack_has() -> None:
     for stack, stages in (("optpipe", {0, 1, 2}), ("torch", {0, 1, 3}), ("megatron", {0, 1})):
-        assert {c.estimate.parallelism.zero for c in candidates(question(stack=stack))} == stages
-    titan = next(c for c in candidates(question(stack="torch")) if c.estimate.parallelism.zero == 3)
+        assert {c.estimate.parallelism.zero for c in every(question(stack=stack))} == stages
+    titan = next(c for c in every(question(stack="torch")) if c.estimate.parallelism.zero == 3)
     assert titan.estimate.parallelism.pp == 1
     assert "--parallelism.fsdp_reshard_after_forward always" in settings.torchtitan(titan, "")
 
@@ -109,14 +109,14 @@ def test_more_of_zero_takes_longer_and_less_memory() -> None:
 
 def test_without_offload_nothing_leaves() -> None:
     asked = question(offload=False)
-    candidate = next(c for c in candidates(asked) if c.state_bytes < asked.gpu.memory_bytes)
+    candidate = next(c for c in every(asked) if c.state_bytes < asked.gpu.memory_bytes)
     assert not any(stage.can_offload for stage in candidate.problem.stages)
 
 
 def placed(**changes: object) -> Candidate:
     (found, *_) = (
         c
-        for c in candidates(question())
+        for c in every(question())
         if all(getattr(c.estimate.parallelism, name) == value for name, value in changes.items())
     )
     return found
@@ -167,7 +167,7 @@ def test_settings_of_other_stacks() -> None:
 def test_a_plan_puts_prediction_modules_where_the_longest_stage_is_shortest() -> None:
     """Two modules take as long as two layers: with them before the head no stage of four has three."""
     asked = question(9 * RESERVED, run=Run(microbatches=1, mtp=2), stack="megatron")
-    made = [c.estimate for c in candidates(asked) if c.estimate.parallelism.mtp_stage is not None]
+    made = [c.estimate for c in every(asked) if c.estimate.parallelism.mtp_stage is not None]
     apart = [each for each in made if each.parallelism.mtp_stage < each.parallelism.stages - 1]
     assert apart
     for each in apart:
@@ -195,7 +195,7 @@ def test_what_no_settings_are_written_for_is_not_planned(run: dict[str, int], st
 @pytest.mark.parametrize(("name", "layers"), [("nemotron-3-nano", "MEMEM*E"), ("qwen3-next-80b-a3b", "GEGEGE*E")])
 def test_a_hybrid_has_megatrons_hybrid_pattern(name: str, layers: str) -> None:
     asked = question(80 * RESERVED, model=MODELS[name], stack="megatron", gpu=GPUS["B200"], gpus=8, batch=8)
-    found = next(c for c in candidates(asked) if c.estimate.parallelism.pp == 4 and c.estimate.parallelism.chunks == 1)
+    found = next(c for c in every(asked) if c.estimate.parallelism.pp == 4 and c.estimate.parallelism.chunks == 1)
     (written,) = (line for line in settings.megatron(scheduled(found)) if "pattern" in line or "layout" in line)
     stages = written.removeprefix("--hybrid-layer-pattern '").removesuffix("'").split("|")
     assert "".join(stages).startswith(layers)
@@ -212,13 +212,13 @@ def test_a_hybrid_has_megatrons_hybrid_pattern(name: str, layers: str) -> None:
 def test_tensor_parallelism_divides_a_state_space() -> None:
     mixer = StateSpace(kind="mamba", heads=3, head_size=128, groups=1, state=16)
     model = SMALL.model_copy(update={"state_space": mixer, "parts": ("M-",) * 5 + ("*-",)})
-    assert {c.estimate.parallelism.tp for c in candidates(question(9 * RESERVED))} == {1, 2}
-    assert {c.estimate.parallelism.tp for c in candidates(question(9 * RESERVED, model=model))} == {1}
+    assert {c.estimate.parallelism.tp for c in every(question(9 * RESERVED))} == {1, 2}
+    assert {c.estimate.parallelism.tp for c in every(question(9 * RESERVED, model=model))} == {1}
 
 
 def test_a_candidate_holds_what_its_own_estimate_says() -> None:
     """Whichever division its pieces were computed for."""
-    for candidate in candidates(question(9 * RESERVED, run=Run(microbatches=1, mtp=1))):
+    for candidate in every(question(9 * RESERVED, run=Run(microbatches=1, mtp=1))):
         own = candidate.estimate
         assert own.devices == estimate(own.shape, own.parallelism, own.gpu, own.run).devices
 
@@ -246,14 +246,14 @@ def test_without_a_pipeline_no_stage_is_told() -> None:
 
 def test_torch_has_at_least_as_many_micro_batches_as_ranks() -> None:
     assert all(
-        c.estimate.run.microbatches >= c.estimate.parallelism.pp for c in candidates(question(batch=4, stack="torch"))
+        c.estimate.run.microbatches >= c.estimate.parallelism.pp for c in every(question(batch=4, stack="torch"))
     )
 
 
 @pytest.mark.parametrize("stack", ["torch", "megatron"])
 def test_other_stacks_divide_sequences_evenly(stack: str) -> None:
     odd = question(model=SMALL.model_copy(update={"sequence": 2050}), stack=stack)
-    divisions = {(c.division[0], c.division[4]) for c in candidates(odd)}
+    divisions = {(c.division[0], c.division[4]) for c in every(odd)}
     assert divisions == {(1, 1), (2, 1)}  # tp and cp: 4 divides no 2050, of tp 2 and cp 2 there are 8 parts
 
 
@@ -261,7 +261,7 @@ def test_megatron_is_asked_for_no_groups_that_it_does_not_have() -> None:
     """Of 10 micro-batches in groups of 4 it would leave 2 for the last one, fewer than ranks; ours are 4, 3 and 3."""
     candidate = next(
         c
-        for c in candidates(question(batch=10, stack="megatron", gpus=3, gpu=GPUS["B200"]))
+        for c in every(question(batch=10, stack="megatron", gpus=3, gpu=GPUS["B200"]))
         if (c.estimate.parallelism.pp, c.estimate.parallelism.chunks, c.estimate.run.microbatches) == (3, 2, 10)
     )
     assert [schedule.method for schedule in published(candidate, "optpipe") if schedule.method == "interleaved"]

@@ -9,6 +9,8 @@ from math import log, sqrt
 from statistics import mean
 from typing import NamedTuple
 
+import numpy as np
+
 from optpipe.evaluate.effects import Peak
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.formats.stacks import STACKS, Stack, with_whole_backwards
@@ -23,6 +25,7 @@ from optpipe.schedule import Schedule
 from optpipe.transformer.calibrate import UNEXPLAINED, gradient, ratio_variances
 from optpipe.transformer.estimate import MEASURED_PEAKS, Estimate
 from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.iterations import one_f_one_b
 from optpipe_solver.bounds.least_memory import least_memory
 
 WHOLE = " with whole backwards"  # of a method that splits them elsewhere
@@ -46,9 +49,9 @@ class Candidate:
     runs
         What the training stack can run.
     bound_ms
-        No iteration without evictions is shorter; `NO_SCHEDULE_MS` if memory admits none.
+        No iteration without evictions is shorter; `NO_SCHEDULE_MS` if memory admits none. By default `work_ms`.
     schedule
-        The best one so far.
+        The best one so far; None also where only a formula has the shortest iteration.
     start
         The best one that evicts nothing: where a search may begin, which is of `problem`.
     lengths
@@ -63,22 +66,31 @@ class Candidate:
     lengths: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.bound_ms = self.bound_ms or self.work_ms
+
+    @property
+    def work_ms(self) -> float:
         """The busiest device has all its work to do, then gradients to reduce and weights to update."""
-        self.bound_ms = self.with_step_end(self.estimate.run.microbatches * max(self.estimate.busy_ms))
+        return self.with_step_end(self.estimate.run.microbatches * max(self.estimate.busy_ms))
 
     def with_step_end(self, makespan_ms: float) -> float:
         """The iteration of so long a schedule: after it gradients are reduced and weights updated."""
         return makespan_ms + self.estimate.after_ms
 
     @property
+    def method(self) -> str | None:
+        """That of the shortest iteration so far; None if nothing is known to fit."""
+        return min(self.lengths, key=lambda method: self.lengths[method], default=None)
+
+    @property
     def iteration_ms(self) -> float:
-        """By the best schedule so far; `NO_SCHEDULE_MS` without one."""
-        return self.with_step_end(self.schedule.makespan_ms) if self.schedule else NO_SCHEDULE_MS
+        """The shortest one so far; `NO_SCHEDULE_MS` if nothing is known to fit."""
+        return self.lengths[self.method][0] if self.method else NO_SCHEDULE_MS
 
     @property
     def least_ms(self) -> float:
-        """The iteration if there is a schedule, else the bound."""
-        return self.iteration_ms if self.schedule else self.bound_ms
+        """The iteration if something fits, else the bound."""
+        return self.iteration_ms if self.method else self.bound_ms
 
     @property
     def division(self) -> tuple[int, ...]:
@@ -99,13 +111,37 @@ class Candidate:
         return max(ROOMY - memory.budget + activations for activations, memory in least)
 
     @property
-    def has_room_for_1f1b(self) -> bool:
-        """Whether pp micro-batches fit into every device, one stage a device."""
-        pp, layers = self.estimate.parallelism.pp, self.estimate.layers
-        held = [sum(one_for_all(layers[i].activation_bytes) for i in pieces) for pieces in self.estimate.stages]
-        return self.estimate.parallelism.chunks == 1 and all(
-            pp * size < memory.budget for size, memory in zip(held, self.estimate.devices, strict=True)
+    def may_fit(self) -> bool:
+        """Whether there is room beside the state; without relief also for a micro-batch on every device. It is no proof
+        that a schedule fits."""
+        relieved = self.runs.kinds & {Kind.O, Kind.C}
+        return all(
+            memory.budget > (0 if relieved else held)
+            for held, memory in zip(self._activation_bytes, self.estimate.devices, strict=True)
         )
+
+    @property
+    def _activation_bytes(self) -> list[int]:
+        """What each device saves of a micro-batch."""
+        held = [0] * self.estimate.parallelism.pp
+        for device, pieces in zip(self.estimate.order, self.estimate.stages, strict=True):
+            held[device] += sum(one_for_all(self.estimate.layers[i].activation_bytes) for i in pieces)
+        return held
+
+    @cached_property
+    def looped(self) -> tuple[float, int]:
+        """The iteration of 1F1B, interleaved with chunks, and what its fullest GPU holds in bytes, without a schedule;
+        stages are looped, and with chunks pp divides the micro-batches."""
+        estimate, pp = self.estimate, self.estimate.parallelism.pp
+        fields = (("forward_ms",), ("backward_input_ms", "backward_weight_ms"), ("activation_bytes",))
+        of = [[sum(one_for_all(getattr(each, name)) for name in names) for each in estimate.layers] for names in fields]
+        forward_ms, backward_ms, kept = np.array(
+            [[sum(figures[i] for i in pieces) for pieces in estimate.stages] for figures in of], float
+        )
+        m = estimate.run.microbatches
+        ms, peaks = one_f_one_b(forward_ms, backward_ms, kept, estimate.message_ms, pp, m)
+        held = (peak - memory.budget for peak, memory in zip(peaks, estimate.devices, strict=True))
+        return self.with_step_end(ms), estimate.gpu.memory_bytes + round(max(held))
 
     @property
     def parts_ms(self) -> dict[str, float]:
@@ -125,7 +161,7 @@ class Candidate:
         parts["recomputing"] += again
         return parts | {
             "uneven stages": m * (longest - mean(busy)),
-            "waiting": self.least_ms - estimate.after_ms - m * longest - again,
+            "waiting": max(self.least_ms, self.work_ms) - estimate.after_ms - m * longest - again,
             "reducing gradients": estimate.reduction_ms,
             "the optimizer": estimate.optimizer_ms,
         }

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import gcd
+from statistics import mean
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -79,12 +80,12 @@ class Question(Document):
             )
         return self
 
-    def candidate(self, estimated: Estimate) -> Candidate:
-        """One way to train the model with the stack."""
+    def candidate(self, estimated: Estimate, busy_ms: float | None = None) -> Candidate:
+        """One way to train the model with the stack; with `busy_ms` it stands for all whose devices compute at least
+        so long for a micro-batch."""
         runs = STACKS[self.stack]
-        return Candidate(
-            estimated, runs if self.offload else replace(runs, kinds=runs.kinds - {Kind.O, Kind.D, Kind.R})
-        )
+        runs = runs if self.offload else replace(runs, kinds=runs.kinds - {Kind.O, Kind.D, Kind.R})
+        return Candidate(estimated, runs, estimated.run.microbatches * (busy_ms or 0.0))
 
     @property
     def usable(self) -> Gpu:
@@ -109,14 +110,15 @@ class Question(Document):
 
 
 def candidates(question: Question) -> list[Candidate]:
-    """Return all candidates, the lowest bound first.
+    """Return each division with every micro-batch size and recomputation, stages of as many layers, one a device; the
+    lowest bound first, which holds for all its `branches`, too.
 
     Raises
     ------
     InputError
         If no division suits the number of GPUs, the model and the batch.
     """
-    every = [question.candidate(estimated) for estimated in _estimates(question)]
+    every = [question.candidate(estimated, mean(estimated.busy_ms)) for estimated in _estimates(question)]
     if every:
         return sorted(every, key=lambda candidate: (candidate.bound_ms, candidate.estimate.parallelism.stages))
     model, gpus = question.model, question.gpus
@@ -134,17 +136,35 @@ def candidates(question: Question) -> list[Candidate]:
     )
 
 
+def branches(question: Question, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield what differs from one of `candidates` in the chunks of a device and the layers of stages only; each
+    partition of the layers once."""
+    estimated = candidate.estimate
+    own, run = estimated.parallelism, estimated.run
+    balanced: dict[int, tuple[tuple[int, ...], int]] = {}
+    for chunks, shape in _shapes(question, own.pp):
+        even = own.model_copy(update={"chunks": chunks, "shape": shape})
+        if chunks > 1:
+            yield question.candidate(estimated.divided(even, run))
+        if chunks not in balanced:  # so that the longest stage is as short as possible
+            cuts = list(even_cuts(estimated.layers, [ROOMY] * even.stages))
+            cuts[0] -= 1  # the embedding, and at the end the head, are no layers
+            cuts[-1] -= 1
+            with_modules = even.stages - 1 - (cuts[-1] == 0 and even.stages > 1)
+            cuts[with_modules] -= run.mtp > 0
+            balanced[chunks] = tuple(cuts), with_modules
+        layers, mtp_stage = balanced[chunks]
+        if balanced[chunks] != (even_layers(question.model.layers, even.stages, run.mtp), even.stages - 1):
+            changed = {"layers": layers, "mtp_stage": mtp_stage if run.mtp else None}
+            yield question.candidate(estimated.divided(even.model_copy(update=changed), run))
+
+
 def _estimates(question: Question) -> Iterator[Estimate]:
-    """Yield every division with every micro-batch size and recomputation; each partition of the layers once."""
-    model, gpu = question.model, question.usable
+    """Yield every division with every micro-batch size and recomputation."""
     pieces: dict[tuple[Any, ...], Estimate] = {}
-    balanced: dict[tuple[Any, ...], tuple[tuple[int, ...], int]] = {}
     for division in _divisions(question):
         pp, dp, cp, zero = division.pp, division.dp, division.cp, division.zero
         replica_batch = question.batch // dp
-        parallelisms = [
-            division.model_copy(update={"chunks": chunks, "shape": shape}) for chunks, shape in _shapes(question, pp)
-        ]
         least = pp if question.stack == "torch" else 1  # AutoModel refuses fewer micro-batches than ranks
         sizes = (
             size
@@ -166,22 +186,8 @@ def _estimates(question: Question) -> Iterator[Estimate]:
                     pp == question.gpus,
                 )
                 if costs not in pieces:
-                    pieces[costs] = estimate(model, parallelisms[0], gpu, run)
-                for even in parallelisms:
-                    estimated = pieces[costs].divided(even, run)
-                    yield estimated
-                    key = *costs[:-1], even.stages
-                    if key not in balanced:  # so that the longest stage is as short as possible
-                        cuts = list(even_cuts(estimated.layers, [ROOMY] * even.stages))
-                        cuts[0] -= 1  # the embedding, and at the end the head, are no layers
-                        cuts[-1] -= 1
-                        with_modules = even.stages - 1 - (cuts[-1] == 0 and even.stages > 1)
-                        cuts[with_modules] -= run.mtp > 0
-                        balanced[key] = tuple(cuts), with_modules
-                    layers, mtp_stage = balanced[key]
-                    if balanced[key] != (even_layers(model.layers, even.stages, run.mtp), even.stages - 1):
-                        changed = {"layers": layers, "mtp_stage": mtp_stage if run.mtp else None}
-                        yield estimated.divided(even.model_copy(update=changed), run)
+                    pieces[costs] = estimate(question.model, division, question.usable, run)
+                yield pieces[costs].divided(division, run)
 
 
 def _divisions(question: Question) -> Iterator[Parallelism]:
@@ -229,12 +235,17 @@ def _zeros(question: Question, pp: int, replicas: int) -> tuple[int, ...]:
 
 
 def _shapes(question: Question, pp: int) -> Iterator[tuple[int, Shape]]:
-    """Yield chunks and shapes that the stack places."""
+    """Yield chunks and shapes that the stack places: of the numbers of chunks whose longest stages have as many layers
+    the smallest, as the pipeline fills no faster with others."""
+    layers, runs = question.model.layers, STACKS[question.stack]
     yield 1, "looped"
-    for chunks in range(2, tuning.CHUNKS + 1) if pp > 1 else ():
-        if pp * chunks <= question.model.layers:
-            shapes: tuple[Shape, ...] = ("looped", "v")
-            yield from ((chunks, shape) for shape in shapes if STACKS[question.stack].places(chunks, shape))
+    shapes: tuple[Shape, ...] = ("looped", "v")
+    most = (layers + 2) // pp  # embedding and head may be alone
+    for chunks in range(2, 1 + min(most, tuning.LOOPED_CHUNKS)) if pp > 1 else ():
+        if -(-layers // (pp * chunks)) < -(-layers // (pp * (chunks - 1))):
+            for shape in shapes[: 2 if chunks <= tuning.CHUNKS else 1]:
+                if runs.places(chunks, shape):
+                    yield chunks, shape
 
 
 def _recomputations(question: Question) -> tuple[Recompute, ...]:

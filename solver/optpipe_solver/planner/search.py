@@ -7,7 +7,6 @@ each in rounds of fewer candidates and more time (successive halving, Jamieson a
 
 from __future__ import annotations
 
-import bisect
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import Question, Running, Stack, Today, candidates, running
+from optpipe_solver.planner.candidates import Question, Running, Stack, Today, branches, candidates, running
 from optpipe_solver.systems import SYSTEMS, generate
 
 GB = 1e9
@@ -80,7 +79,7 @@ class Plan:
     @property
     def counts(self) -> Counts:
         """How many candidates came to what; each is counted once."""
-        bounds = [c.bound_ms for c in self.ranked if c.schedule is None]
+        bounds = [c.bound_ms for c in self.ranked if c.method is None]
         too_large = sum(ms >= NO_SCHEDULE_MS for ms in bounds)
         left_open = sum(shorter(ms, self.best.iteration_ms * (1 - self.gap)) for ms in bounds)
         ruled_out = len(bounds) - too_large - left_open
@@ -99,7 +98,7 @@ class Plan:
 
     @property
     def other_divisions(self) -> list[Candidate]:
-        """The best candidate of each other division that fits: those with a schedule first, then by their bounds."""
+        """The best candidate of each other division that fits: those with an iteration first, then by their bounds."""
         best: dict[tuple[int, ...], Candidate] = {}
         for candidate in self.ranked:
             if candidate.bound_ms < NO_SCHEDULE_MS and candidate.division != self.best.division:
@@ -138,6 +137,7 @@ class PlanSearch:
         self.notes: list[str] = []
         self.cancelled = False
         self.candidates: list[Candidate] = []
+        self._roots = set[Candidate]()  # those that stand for their branches
         self._solve, self._side_by_side = solve, side_by_side
         self._clock = Clock(options.time_limit_s)
         self._only_published = STACKS[question.stack].only_own  # then there is nothing to list and to search
@@ -151,6 +151,7 @@ class PlanSearch:
             If no division suits the question, none fits the memory, or nothing runs as `today` has it.
         """
         self.candidates = candidates(self.question)
+        self._roots = set(self.candidates)
         runs = running(self._today, self.question) if self._today else None
         if runs:
             runs = self._with_today(runs)
@@ -160,7 +161,7 @@ class PlanSearch:
             self._search()
         if self.best is None:
             raise InputError(_why_none(self.question, self.candidates, self.options.time_limit_s))
-        ranked = sorted(self.candidates, key=lambda c: (c.schedule is None, c.least_ms))
+        ranked = sorted(self.candidates, key=lambda c: (c.method is None, c.least_ms))
         passed_s = self._clock.passed_s
         return Plan(self.question, tuple(ranked), self.solved, self.options.gap, passed_s, tuple(self.notes), runs)
 
@@ -170,14 +171,17 @@ class PlanSearch:
         def division(candidate: Candidate) -> tuple[Parallelism, Run]:
             return candidate.estimate.parallelism, candidate.estimate.run
 
+        for candidate in [c for c in self.candidates if c.division == runs.candidate.division]:
+            self._branch(candidate)
         today = next((c for c in self.candidates if division(c) == division(runs.candidate)), runs.candidate)
         if today is runs.candidate:
-            bisect.insort(self.candidates, today, key=lambda c: c.bound_ms)
+            self.candidates.append(today)
         self._examine(today)
         if today.bound_ms < NO_SCHEDULE_MS:
             self._take(today, runs.schedule.on(today.problem))
         clock = self._counting(tuning.PUBLISHED_SHARE / 2, tuning.PUBLISHED_SHARE / 2)
-        for candidate in (c for c in self.candidates if c.division == today.division):  # though others may be better
+        same = [c for c in self.candidates if c.division == today.division]  # though others may be better
+        for candidate in sorted(same, key=lambda c: c.bound_ms):
             if not clock.over and self.may_win(candidate):
                 self._examine(candidate)
                 self._try_published(candidate, clock)
@@ -197,42 +201,73 @@ class PlanSearch:
         """Give candidates the published schedules, the lowest bound first; a bound becomes tighter before that.
 
         Of each division one candidate in which 1F1B fits comes before all others, so that bounds soon have something to
-        be compared with.
+        be compared with. One that stands for its branches makes room for these when its bound is the lowest.
         """
         self.phase = "published schedules"
         clock = self._counting(*((1.0, 1.0) if self._only_published else (tuning.PUBLISHED_SHARE, 0.5)))
-        waiting = [(c.bound_ms, n, False) for n, c in enumerate(self.candidates)]
-        first: dict[tuple[int, ...], Candidate] = {}
+        divisions = set[tuple[int, ...]]()
         for candidate in self.candidates:
-            if candidate.division not in first and candidate.has_room_for_1f1b:
-                first[candidate.division] = candidate
-        for candidate in first.values():
-            self._examine(candidate)
-            self._try_published(candidate, clock)
+            if self._clock.over:
+                break
+            if candidate.division not in divisions and self._try_looped(candidate):
+                divisions.add(candidate.division)
+        waiting = [(c.bound_ms, n, False) for n, c in enumerate(self.candidates)]
+        heapq.heapify(waiting)
         while waiting and not (clock.over if self.best else self._clock.over):
             _, n, is_examined = heapq.heappop(waiting)
             candidate = self.candidates[n]
-            if first.get(candidate.division) is candidate:
-                continue
             if not self.may_win(candidate):  # nor any that waits: their bounds are no lower
                 return
             if is_examined:
                 self._try_published(candidate, clock)
+                continue
+            first = len(self.candidates)
+            if self._branch(candidate):
+                added = ((c.bound_ms, k, False) for k, c in enumerate(self.candidates[first:], first))
+                waiting = [*waiting, (candidate.bound_ms, n, False), *added]
+                heapq.heapify(waiting)
             else:
                 self._examine(candidate)
                 heapq.heappush(waiting, (candidate.bound_ms, n, True))
+
+    def _branch(self, candidate: Candidate) -> bool:
+        """Add the branches of a candidate that has stood for them. Returns False if it has not."""
+        if candidate not in self._roots:
+            return False
+        self._roots.remove(candidate)
+        candidate.bound_ms = candidate.work_ms
+        self.candidates += branches(self.question, candidate)
+        return True
+
+    def _try_looped(self, candidate: Candidate) -> str | None:
+        """Try 1F1B, interleaved with chunks, of which a schedule is needed only if it is the best. Returns its name if
+        it fits, None if it does not or if there is no formula for it."""
+        division, run = candidate.estimate.parallelism, candidate.estimate.run
+        name = "1f1b" if division.chunks == 1 else "interleaved"
+        has_formula = division.shape == "looped" and (division.chunks == 1 or run.microbatches % division.pp == 0)
+        if not has_formula or not candidate.may_fit:
+            return None
+        ms, held = candidate.looped
+        if held > candidate.estimate.gpu.memory_bytes:
+            return None
+        if self.best is None or shorter(ms, self.best.iteration_ms):
+            self._take(candidate, generate(name, candidate.problem))
+        else:
+            candidate.lengths[name] = ms, held
+        return name
 
     def _try_published(self, candidate: Candidate, clock: Clock) -> None:
         """Try all published schedules, until one is so short that the bound allows no gain."""
         if not self.may_win(candidate):
             return
-        for schedule in published(candidate, self.question.stack):
+        looped = self._try_looped(candidate)
+        for schedule in published(candidate, self.question.stack, looped):
             clock.count(_ops(candidate) // tuning.PUBLISHED_SPEED)
             self._take(candidate, schedule)
-            if not self.may_win(candidate):
+            if not self.may_win(candidate) or (clock.over and self.best):
                 return
         if self._only_published:
-            candidate.bound_ms = candidate.iteration_ms
+            candidate.bound_ms = min((ms for ms, _ in candidate.lengths.values()), default=NO_SCHEDULE_MS)
 
     def _list(self) -> None:
         """Try list scheduling, which keeps within memory, on what may still win; the memory's bound rules out more."""
@@ -284,7 +319,7 @@ class PlanSearch:
 
     def _examine(self, candidate: Candidate) -> None:
         """Find out whether it fits, and raise its bound to that of its stages."""
-        if candidate.state_bytes >= self.question.usable.memory_bytes or infeasibility(candidate.problem):
+        if not candidate.may_fit or infeasibility(candidate.problem):
             candidate.bound_ms = NO_SCHEDULE_MS
         else:
             candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(trivial_bound(candidate.problem)))
@@ -337,12 +372,14 @@ def _ops(candidate: Candidate) -> int:
     return 3 * candidate.estimate.parallelism.stages * candidate.estimate.run.microbatches
 
 
-def published(candidate: Candidate, stack: Stack) -> Iterator[Schedule]:
-    """Yield the published schedules for these stages, 1F1B first, whether they fit or not; of our runtime, which
-    evicts, BPipe, too."""
+def published(candidate: Candidate, stack: Stack, without: str | None = None) -> Iterator[Schedule]:
+    """Yield the published schedules for these stages but one, 1F1B first, whether they fit or not; of our runtime,
+    which evicts, BPipe, too."""
     runs = STACKS[stack]
     names = runs.own if runs.only_own else dict.fromkeys(("1f1b", "interleaved", *reversed(SYSTEMS)))
     for name in names:
+        if name == without:
+            continue
         try:
             problem = candidate.evicting if name == "bpipe" and Kind.E in runs.kinds else candidate.problem
             if SYSTEMS[name].placement(problem, "keep") is None:

@@ -3,7 +3,8 @@
 from optpipe.options import SearchOptions
 from optpipe.transformer.presets import GPUS
 from optpipe.transformer.records import Run, Transformer
-from optpipe_solver.planner.candidates import Question, Today
+from optpipe_solver.planner.candidate import Candidate
+from optpipe_solver.planner.candidates import Question, Today, branches, candidates
 from optpipe_solver.planner.search import Plan, PlanSearch
 
 SMALL = Transformer(layers=6, hidden=2048, ffn=8192, heads=2, vocabulary=64_000, sequence=2048)
@@ -22,3 +23,11 @@ def planned(asked: Question, gap: float = 0.0, today: str | None = None) -> Plan
     options = SearchOptions(time_limit_s=10_000.0, gap=gap)
     runs = Today.read(today) if today else None
     return PlanSearch(asked, lambda problem, start, seconds: None, options, 1, runs).run()
+
+
+def every(asked: Question) -> list[Candidate]:
+    """All that a plan chooses from, the lowest bound first."""
+    roots = candidates(asked)
+    for root in roots:
+        root.bound_ms = root.work_ms  # its own
+    return sorted([*roots, *(branch for root in roots for branch in branches(asked, root))], key=lambda c: c.bound_ms)
