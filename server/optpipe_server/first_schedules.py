@@ -31,7 +31,7 @@ from optpipe_server import accepted
 from optpipe_server.database import InitialResult
 from optpipe_server.database.tables import Source
 from optpipe_server.metrics import CACHE, REJECTED
-from optpipe_server.pool import BusyError, Pool, TaskError, schedules
+from optpipe_server.pool import BUSY, Pool, TaskError, schedules
 from optpipe_server.service_cache import ServiceCache
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class FirstSchedules:
         the best one for the former costs. It counts if it is valid.
 
         Raises `InputError` if the method is unknown or does not apply to this problem, or `offered` cannot be read;
-        `BusyError` if a client's schedule would be left out because the turn of its large problem does not come in
+        `TaskError` if a client's schedule would be left out because the turn of its large problem does not come in
         time.
         """
         import_module(solvers.installed().SYSTEMS).is_system(options.method)  # whether or not the pool answers in time
@@ -90,7 +90,7 @@ class FirstSchedules:
                     await turns.enter_async_context(self._pool.slow)
                 if waiting.cancelled_caught:
                     if offered is not None and source == "warm_start":
-                        raise BusyError
+                        raise TaskError(BUSY)
                     return InitialResult()
             initial, to_repair = await self.check(partial(self._known, problem, options, offered, source))
             if initial.best.status == "optimal":

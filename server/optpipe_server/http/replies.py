@@ -19,7 +19,7 @@ from optpipe.errors import InputError, complained, field_path, input_error
 from optpipe.model.records import Record
 from optpipe_server.database.changes import ConflictError, KeyReusedError, MissingError, StaleError, TooManyOpenError
 from optpipe_server.database.sqlite import UnusableError
-from optpipe_server.pool import BusyError, TaskError
+from optpipe_server.pool import TaskError
 
 log = logging.getLogger("optpipe.server")
 
@@ -131,7 +131,6 @@ HANDLERS: dict[int | type[Exception], Handler] = {
     ConflictError: _with_message(409),
     StaleError: _with_message(412),
     TooManyOpenError: _with_message(429, {"Retry-After": "10"}),
-    BusyError: _with_message(503, {"Retry-After": "10"}),
     TaskError: _with_message(503, {"Retry-After": "10"}),
     SQLAlchemyError: _database_failed,
     Exception: _unexpected,

@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from optpipe_server.pool.pool import BusyError, Pool, TaskError
+from optpipe_server.pool.pool import BUSY, Pool, TaskError
 
-__all__ = ["BusyError", "Pool", "TaskError"]
+__all__ = ["BUSY", "Pool", "TaskError"]

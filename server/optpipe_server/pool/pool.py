@@ -39,18 +39,12 @@ LOOK_S = 0.5  # between two looks whether a task's answer is still wanted
 TRIES = 2  # of a task whose process was killed, perhaps for another one's fault
 MOST_BYTES = 2**32  # of data that a process may have
 MOST_WAITING = 32  # slow tasks; each keeps what it was sent in memory
+BUSY = "busy: retry in 10 s"  # too many tasks wait for their turn, or it would come too late
 SLOW_S = 20.0  # for a slow task by default; a workbench takes one to two seconds for the largest problem
 
 
 class TaskError(Exception):
     """A task has no answer; the message says why."""
-
-
-class BusyError(Exception):
-    """Too many tasks are waiting for their turn, or it would come too late."""
-
-    def __str__(self) -> str:
-        return "busy: retry in 10 s"
 
 
 class Pool:
@@ -119,9 +113,9 @@ class Pool:
     async def run_slow(
         self, task: Callable[..., T], *arguments: Any, limit_s: float | None = None, wanted: Path | None = None
     ) -> T:
-        """As `run`, for a task that may take seconds, once its turn has come. Raises `BusyError`, too."""
+        """As `run`, for a task that may take seconds, once its turn has come. Raises `TaskError`, too, if many wait."""
         if self.slow.statistics().tasks_waiting >= MOST_WAITING:
-            raise BusyError
+            raise TaskError(BUSY)
         async with self.slow:
             await asyncio.wait({self._executor})  # its time does not count what a new machine compiles
             return await self.run(task, *arguments, until=time.monotonic() + (limit_s or SLOW_S), wanted=wanted)
@@ -129,7 +123,7 @@ class Pool:
     async def run_longest(self, task: Callable[..., T], *arguments: Any, limit_s: float, wanted: Path) -> T:
         """As `run_slow`, for a task that may take minutes."""
         if self._longest.statistics().tasks_waiting:
-            raise BusyError
+            raise TaskError(BUSY)
         async with self._longest:
             return await self.run_slow(task, *arguments, limit_s=limit_s, wanted=wanted)
 
