@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -83,11 +82,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.service = service
     for each in (jobs.router, results.router, tools.router, router):
         app.include_router(each)
-    plotly = find_spec("plotly")
-    assert plotly
-    assert plotly.origin
     app.mount("/page/picture", _Files(directory=page.WEB))
-    app.mount("/page/plotly", _Files(directory=Path(plotly.origin).parent / "package_data"))
+    app.mount("/page/plotly", _Files(packages=[("plotly", "package_data")]))
     app.mount("/page", _OWN)
     # The last one is asked first: who has no key has no body read.
     app.add_middleware(BoundedBody)
