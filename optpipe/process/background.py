@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -35,15 +34,14 @@ def group_as_nice(pid: int) -> None:
 
 
 def be_nicer(pid: int) -> None:
-    """Makes this process, or on Linux this thread, nicer than the calling thread; nothing if it has ended."""
+    """Makes this process or thread nicer than the calling thread; nothing if it has ended."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
 
 
 def be_a_nicer_thread() -> None:
-    """Makes the calling thread nicer than its process, on Linux: elsewhere all threads are as nice as it."""
-    if sys.platform == "linux":
-        be_nicer(threading.get_native_id())
+    """Makes the calling thread nicer than its process."""
+    be_nicer(threading.get_native_id())
 
 
 def settle() -> None:

@@ -1,7 +1,7 @@
 """Process trees: what a child started, and all that this started in turn, found by a mark in their environment.
 
-A mark is inherited whatever becomes of parents, groups and sessions, so it finds a tree to its last process. On Linux,
-by `/proc`.
+A mark is inherited whatever becomes of parents, groups and sessions, so it finds a tree to its last process, by
+`/proc`.
 
 Whoever wants all its children to end with it (`KillOnExit`) starts `python -m optpipe.process.process_tree MARK`. That
 kills every process with the mark, stopped ones too, as soon as its standard input closes without a word: when who
@@ -49,13 +49,8 @@ def environment(mark: str) -> dict[str, str]:
 
 
 def members(mark: str) -> list[int]:
-    """The ids of the processes that have the mark, or one that begins with it; none where there is no `/proc`."""
-    return [pid for pid in processes() if mark in marks(pid)]
-
-
-def processes() -> list[int]:
-    """The ids of all processes that can be seen."""
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()] if os.path.isdir("/proc") else []
+    """The ids of the processes that have the mark, or one that begins with it."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and mark in marks(int(name))]
 
 
 def marks(pid: int) -> str:

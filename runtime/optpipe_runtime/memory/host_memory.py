@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -122,8 +123,6 @@ def _table(path: Path) -> dict[str, int]:
 
 def _locking_limit() -> str:
     """What the system lets a process lock."""
-    import resource  # not on Windows
-
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return "" if limit == resource.RLIM_INFINITY else f"; a process may lock {bytes_text(limit)} (ulimit -l)"
 
