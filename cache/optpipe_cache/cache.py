@@ -58,16 +58,12 @@ class Cache:
     ) -> bool:
         """Store a schedule unless a better one of its problem is there; return whether it was stored.
 
+        `status` and bound are what a search here has proven of the objective; of a schedule from outside, `feasible`
+        and no bound. `optimal` needs a bound that proves it: a user who finds such an entry searches no more. A
+        `verified` schedule, which the caller has checked, is not checked again.
+
         Raises ScheduleError if the schedule is not valid, InputError if the bound is above the schedule's own length or
         `optimal` is not proven.
-
-        Parameters
-        ----------
-        status, lower_bound_ms
-            What a search here has proven of the objective; of a schedule from outside, `feasible` and no bound.
-            `optimal` needs a bound that proves it: a user who finds such an entry searches no more.
-        verified
-            The caller has called `check` on this schedule, so it is not checked again.
         """
         if not verified and (wrong := check(schedule.problem, schedule)):
             raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")

@@ -129,43 +129,19 @@ class Diagnosis:
 
 
 def diagnose(
-    form: str,
+    form: str,  # of the files, as `recording_from` finds it
     recording: Recording,
     *,
-    stack: str | None = None,
-    layers: Sequence[int] = (),
-    memory: float | None = None,
-    weight_share: float | None = None,
-    time_limit_s: float = 10.0,
-    report: Progress = lambda _: None,
-    limits: SolveArguments | None = None,
+    stack: str | None = None,  # what runs the training: torch, megatron, primus or optpipe; by default that of the form
+    layers: Sequence[int] = (),  # how many each stage has; one number for all, none if unknown
+    memory: float | None = None,  # activations of one stage that a device may hold; by default as the fullest one held
+    weight_share: float | None = None,  # W's of a backward that was measured whole, 0 to 1
+    time_limit_s: float = 10.0,  # for the search of a schedule; 0 for none
+    report: Progress = lambda _: None,  # called with what is tried
+    limits: SolveArguments | None = None,  # further options of the search
 ) -> Diagnosis:
-    """Where the time of the steps in a trace goes, and what to change.
-
-    Parameters
-    ----------
-    form, recording
-        Which program wrote the files, and what ran, as `recording_from` reads them.
-    stack
-        What runs the training: torch, megatron, primus or optpipe; by default that of the form.
-    layers
-        How many layers each stage has; one number for all, none if unknown.
-    memory
-        How many activations of one stage a device may hold; by default what the fullest one held.
-    weight_share
-        W's share of a backward that was measured whole, 0 to 1.
-    time_limit_s
-        For the search of a schedule; 0 for none.
-    report
-        Called with what is tried.
-    limits
-        Further options of the search.
-
-    Raises
-    ------
-    InputError
-        If no step is whole, or an argument does not fit.
-    """
+    """Where the time of the steps in a trace goes, and what to change. Raises InputError if no step is whole, or an
+    argument does not fit."""
     chosen = STACK_OF_FORM[form] if stack is None else next((each for each in STACKS if each == stack), None)
     if chosen is None:
         near = did_you_mean(str(stack), STACKS, "; ")
