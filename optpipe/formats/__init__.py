@@ -74,8 +74,8 @@ def export_schedule(
     whole_backwards
         Write each B and its W as one BW, for replicas in PyTorch's pipelining.
     message_bytes
-        The bytes of a message between stages. Up to torch 2.13 the buffers of all messages that a device receives
-        count then.
+        The bytes of a message between stages. Buffers of messages count then: up to torch 2.13 of all that a device
+        receives, in 2.15 (`torch-comms-waits`) of those that it has at once.
     """
     exported = export(schedule, to, without_offload, whole_backwards, message_bytes)
     for misfit in exported.misfits:
@@ -101,7 +101,8 @@ def export(
     if to == "primus":
         as_run = primus.as_run(exported)
     elif to.startswith("torch"):
-        as_run, notes = torch_memory.in_torch(exported, to != "torch-comms-waits", message_bytes)
+        rows = [line.split(",") for line in text.splitlines()] if to == "torch-comms-waits" else None
+        as_run, notes = torch_memory.in_torch(exported, rows, message_bytes)
     peaks = [each.compiled.certificate.device for each in (schedule, as_run)]
     costs = []
     for d, (with_it, peak) in enumerate(zip(*peaks, strict=True)) if without_offload else ():

@@ -8,9 +8,11 @@ with GELU 1.53, with ReLU 2.00, GPT-2 1.38, Llama 1.41 to 1.58, encoder layers w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 
+from optpipe.formats import torch_csv
 from optpipe.model.arrays import Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -46,16 +48,22 @@ def as_torch_holds(problem: Problem, factor: float | None = None) -> Problem:
     return problem.replace(stages=tuple(map(costs, problem.stages)), layers=layers, stack="torch")
 
 
-def in_torch(schedule: Schedule, keeps_buffers: bool, message_bytes: int | None) -> tuple[Schedule, tuple[str, ...]]:
+def in_torch(
+    schedule: Schedule, rows: Sequence[Sequence[str]] | None, message_bytes: int | None
+) -> tuple[Schedule, tuple[str, ...]]:
     """The schedule on the problem of what PyTorch holds, and a sentence for each thing that a user must know.
 
-    A torch that `keeps_buffers` has those of all messages that a device receives all the time. Where their size is
-    given, budgets are so much smaller.
+    Up to torch 2.13 the buffers of all messages that a device receives stay all the time. Since 2.15, if these are its
+    `rows`, each is there from its receive to its micro-batch's last backward on the stage; what the last stage gets to
+    the end, by its outputs and losses. Where the size of a message is given, budgets are so much smaller.
     """
     problem, notes = as_torch_holds(schedule.problem), []
-    devices = [stage.device for stage in problem.stages]
-    ends = [device for pair in pairwise(devices) if pair[0] != pair[1] for device in pair] if keeps_buffers else []
-    received = [problem.microbatches * ends.count(d) for d in range(len(problem.devices))]
+    if rows is None:
+        devices = [stage.device for stage in problem.stages]
+        ends = [device for pair in pairwise(devices) if pair[0] != pair[1] for device in pair]
+        received = [problem.microbatches * ends.count(d) for d in range(len(problem.devices))]
+    else:
+        received = [_most_received(row, str(len(problem.stages) - 1)) for row in rows]
     if message_bytes is not None:
         budgets = [
             max(0, each.activation_budget_bytes - n * message_bytes)
@@ -65,9 +73,10 @@ def in_torch(schedule: Schedule, keeps_buffers: bool, message_bytes: int | None)
         changed = [each.model_copy(update=update) for each, update in zip(problem.devices, left, strict=True)]
         problem = problem.replace(devices=changed)
     elif most := max(received):
+        buffers = f"all {most} messages" if rows is None else f"up to {most} messages at once"
         notes.append(
-            f"up to torch 2.13 device {received.index(most)} has buffers for all {most} messages that it receives, "
-            "which are not counted: message_bytes (--message-bytes) counts them"
+            f"{'up to torch 2.13' if rows is None else 'in torch 2.15'} device {received.index(most)} has buffers for "
+            f"{buffers} that it receives, which are not counted: message_bytes (--message-bytes) counts them"
         )
     if any(of_kinds(program.table, Kind.B).any() for program in schedule.programs):
         notes.append(
@@ -75,6 +84,19 @@ def in_torch(schedule: Schedule, keeps_buffers: bool, message_bytes: int | None)
             "whole_backwards (--whole-backwards) is for these"
         )
     return schedule.on(problem), tuple(notes)
+
+
+def _most_received(row: Sequence[str], last: str) -> int:
+    """The most buffers at one time: torch keeps what F and I have used until W, and the `last` stage's inputs."""
+    held, most = set[str](), 0
+    for cell in row:
+        if "RECV" in cell:
+            held.add(cell)
+            most = max(most, len(held))
+        for stage, letter, microbatch in torch_csv.ACTION.findall(cell):
+            if letter in "BW":
+                held -= {f"{stage}RECV_{way}{microbatch}" for way in ("B" if stage == last else "FB")}
+    return most
 
 
 def whole_backwards(schedule: Schedule) -> Schedule:

@@ -1,5 +1,7 @@
 """What schedules hold in PyTorch's own pipelining, and schedules with whole backwards for its replicas."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from support.examples import examples
 from support.problems import parsed, strategies
 from support.problems.units import ACTIVATION, units
 
-from optpipe import Schedule, as_torch_holds, certify, check, leave_out_offload, whole_backwards
+from optpipe import Schedule, as_torch_holds, certify, check, export_schedule, leave_out_offload, whole_backwards
 from optpipe.formats import export
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement, Shape
@@ -18,6 +20,7 @@ from optpipe.transformer.records import Parallelism, Run
 from optpipe_solver.systems import generate
 
 MIB = 2**20
+WAITS = "torch-comms-waits"
 
 
 def peaks_in_torch(schedule: Schedule) -> list[int]:
@@ -138,19 +141,44 @@ def test_zero_bubble_holds_p_activations_on_every_rank(p: int) -> None:
     assert [peak.bytes for peak in certified] == [p * ACTIVATION] * p
 
 
-def test_buffers_of_messages_count_up_to_torch_2_13() -> None:
-    """8 micro-batches of 1 MiB: 16 MiB on a middle rank, 8 on the outer ones. Beside them two activations."""
+def test_buffers_of_messages_count_by_version() -> None:
+    """8 micro-batches of 1 MiB, beside two activations. Up to torch 2.13 16 MiB on a middle rank, 8 on the outer ones.
+    In 2.15 a middle rank has 4: the inputs of two forwards, that of the next, and a gradient; the last keeps all."""
     problem = problems.pipeline(3, 8, 18 * MIB, problems.stage((1, 1, 1), (MIB, MIB)))
     schedule = generate("1f1b", problem)
-    tight = schedule.on(problems.with_budgets(problem, 18 * MIB - 1))
-    for to, misfits in (("torch-csv", 1), ("torch-comms", 1), ("torch-comms-waits", 0)):
-        assert export(schedule, to, message_bytes=MIB).misfits == ()
-        assert [each.split(" needs")[0] for each in export(tight, to, message_bytes=MIB).misfits] == [
-            "device 1"
-        ] * misfits, to
-        assert ["device 1 has buffers for all 16 messages" in note for note in export(tight, to).notes] == [
-            True
-        ] * misfits, to
+    for to, most, d, buffers in (
+        ("torch-csv", 18, 1, "all 16"),
+        ("torch-comms", 18, 1, "all 16"),
+        (WAITS, 9, 2, "up to 8"),
+    ):
+        tight = schedule.on(problems.with_budgets(problem, most * MIB - 1))
+        fits = schedule.on(problems.with_budgets(problem, most * MIB))
+        assert export(fits, to, message_bytes=MIB).misfits == ()
+        assert [each.split(" needs")[0] for each in export(tight, to, message_bytes=MIB).misfits] == [f"device {d}"]
+        (note,) = export(tight, to).notes
+        assert f"device {d} has buffers for {buffers} messages" in note
+    by_rank = export(schedule, WAITS, message_bytes=1).schedule.problem.devices
+    assert [18 * MIB - device.activation_budget_bytes for device in by_rank] == [1, 4, 8]
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(st.data())
+def test_buffers_in_torch_2_15_by_the_rows(data: st.DataObject) -> None:
+    """From its receive a message has one until the last backward of its micro-batch there, or to the end."""
+    problem = data.draw(strategies.looped())
+    schedule = leave_out_offload(data.draw(strategies.schedules(problem)))
+    most, last = [], str(len(problem.stages) - 1)
+    for line in export_schedule(schedule, WAITS).splitlines():
+        cells = line.split(",")
+        spans = []
+        for k, cell in enumerate(cells):
+            for stage, way, j in re.findall(r"(\d+)RECV_([FB])(\d+)", cell):
+                ends = [n for n, other in enumerate(cells) if other in (f"{stage}B{j}", f"{stage}W{j}")]
+                spans.append(range(k, len(cells) if (stage, way) == (last, "F") else max(ends)))
+        most.append(max((sum(k in span for span in spans) for k in range(len(cells))), default=0))
+    ample = schedule.on(problems.with_budgets(problem, 10**9))
+    found = export(ample, WAITS, message_bytes=1).schedule.problem.devices
+    assert [10**9 - device.activation_budget_bytes for device in found] == most
 
 
 def test_an_export_of_split_backwards_says_where_they_are_wrong() -> None:

@@ -169,11 +169,23 @@ def titan(flags: list[str]) -> Any:
     return ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *words])
 
 
+def sizes(read: Any) -> tuple[int, int, int]:
+    """A sequence's and a step's tokens, and the micro-batches of a pipeline, in either of torchtitan's forms."""
+    training, parallelism = read.training, read.parallelism
+    pipeline = parallelism.pipeline_parallel_degree > 1
+    if hasattr(training, "seq_len"):
+        count = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if pipeline else 1
+        return training.seq_len, training.global_batch_size * training.seq_len, count
+    length, tokens = training.max_context_length, training.num_tokens_per_microbatch_per_dp_rank
+    assert tokens % length == 0
+    return length, training.num_tokens_per_train_step, parallelism.num_pp_microbatches if pipeline else 1
+
+
 def read_titan(candidate: Candidate, csv: str) -> Config:
     read = titan(settings.torchtitan(candidate, csv))
     parallelism = read.parallelism
     assert parallelism.pipeline_parallel_degree == 2
-    assert read.training.local_batch_size == read.training.global_batch_size == MICROBATCHES
+    assert sizes(read) == (LENGTH, MICROBATCHES * LENGTH, MICROBATCHES)
     assert read.activation_checkpoint is None
     return Config(
         parallelism.pipeline_parallel_schedule,
@@ -246,8 +258,7 @@ def test_torchtitan_reads_all_flags() -> None:
         assert parallelism.expert_parallel_degree == division.ep
         assert parallelism.data_parallel_shard_degree == division.dp
         assert parallelism.fsdp_reshard_after_forward == ("always" if division.zero == 3 else "never")
-        assert read.training.seq_len == 128
-        assert read.training.global_batch_size == 8 * division.dp
+        assert sizes(read) == (128, 8 * division.dp * 128, 4 if division.pp > 1 else 1)
         assert (read.activation_checkpoint is not None) == (run.recompute == "full")
 
 

@@ -5,6 +5,7 @@ In float64: losses are the same to the bit, gradients are equal within 1e-9, bec
 micro-batches at the end of a step.
 """
 
+import operator
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,6 +26,7 @@ from support.ranks.torch_pipelining import (
     Rows,
     buffers,
     in_replicas,
+    most_buffers,
     profiled_for_torch,
     refusal,
     run_all,
@@ -37,12 +39,13 @@ from support.ranks.torch_pipelining import (
 )
 from support.ranks.worker import Ranks
 from torch import nn
-from torch.distributed.pipelining.schedules import _ComputationType
+from torch.distributed.pipelining import schedules
 
 from examples import paced
 from optpipe import (
     Problem,
     Schedule,
+    as_torch_holds,
     certify,
     check,
     export_schedule,
@@ -52,6 +55,7 @@ from optpipe import (
     whole_backwards,
 )
 from optpipe.errors import InputError
+from optpipe.formats import export
 from optpipe.measured.readers import RunFacts
 from optpipe.measured.readers.torch_trace import TorchTrace
 from optpipe.model.ops import Kind
@@ -65,7 +69,7 @@ NEIGHBOURS_APART = torch.__version__.startswith("2.11.")
 
 
 # Torch 2.15 wants waits among the messages.
-COMMS = "torch-comms-waits" if hasattr(_ComputationType, "WAIT_SEND_F") else "torch-comms"
+COMMS = "torch-comms-waits" if hasattr(schedules._ComputationType, "WAIT_SEND_F") else "torch-comms"
 FORMS = {"torch-csv": "compute_only", COMMS: "compute_comms"}
 # Each is for two routes, or consists of ops for which PyTorch has no action.
 NOT_THERE = {"dualpipe", "1f1b-recompute", "interleaved-recompute", "chronos-recomp", "chronos-offload", "bpipe"}
@@ -276,6 +280,65 @@ def test_no_published_schedule_takes_more_than_its_certificate(pool: Ranks, micr
 
 
 @pytest.mark.stacks
+@pytest.mark.skipif(not hasattr(schedules, "analyze_pipeline_activation_liveness"), reason="torch 2.15 has it")
+@pytest.mark.parametrize(("ranks_", "microbatches"), [(2, (5, 4)), (4, (8,)), (4, (17, 16)), (8, (32,))])
+def test_certificates_count_what_torch_finds_alive(ranks_: int, microbatches: tuple[int, ...]) -> None:
+    """`analyze_pipeline_activation_liveness` counts an activation as one until W. So does the certificate where W needs
+    all of it; where it needs nothing, B frees it, and with gradients for W the certificate has more."""
+    less, more = set(), set()
+    for case in sayable(published(ranks_, microbatches), ranks_):
+        schedule = leave_out_offload(case.schedule)
+        rows = export_schedule(schedule, COMMS).splitlines()
+        runtime = object.__new__(schedules._PipelineScheduleRuntime)
+        runtime._n_microbatches = schedule.problem.microbatches
+        runtime.pipeline_order_with_comms = {
+            d: [schedules._Action.from_str(cell) for cell in row.split(",")] for d, row in enumerate(rows)
+        }
+        certified = {}
+        for saved in (0, 100):
+            update = {"activation_bytes": 100, "saved_for_weight_bytes": saved}
+            problem = schedule.problem.replace(stages=[s.model_copy(update=update) for s in schedule.problem.stages])
+            certified[saved] = [peak.bytes / 100 for peak in certify(problem, schedule).device]
+        certified[200] = [peak.bytes / 100 for peak in certify(as_torch_holds(problem), schedule).device]
+        for d in range(ranks_):
+            own = schedule.problem.stages_on(d)
+
+            def slots(granularity: str) -> int:
+                found = schedules.analyze_pipeline_activation_liveness(
+                    runtime,  # noqa: B023
+                    pp_rank=d,  # noqa: B023
+                    stage_indices=own,  # noqa: B023
+                    granularity=granularity,
+                )
+                return int(found.num_slots)
+
+            each, whole = slots("stage_microbatch"), slots("microbatch")
+            assert certified[0][d] <= certified[100][d] == each <= certified[200][d], (case.name, d)
+            assert whole <= each <= whole * len(own), (case.name, d)
+            less |= {case.name} if certified[0][d] < each else set()
+            more |= {case.name} if certified[200][d] > each else set()
+    assert {"zb-h1", "zb-h2"} <= less & more
+    assert not (less | more) & {"1f1b", "gpipe", "interleaved"}
+
+
+@pytest.mark.stacks
+@pytest.mark.skipif(COMMS == "torch-comms", reason="this torch keeps buffers of all messages")
+@ON_RANKS
+def test_no_published_schedule_has_more_buffers_than_counted(
+    pool: Ranks, microbatches: tuple[int, ...], tmp_path: Path
+) -> None:
+    cases = sayable(published(pool.world, microbatches), pool.world)
+    by_rank = pool(most_buffers, files=[written(case, COMMS, tmp_path) for case in cases])
+    found = {}
+    for case, *most in zip(cases, *by_rank, strict=True):
+        schedule = leave_out_offload(case.schedule).on(problems.with_budgets(case.schedule.problem, 10**9))
+        devices = export(schedule, COMMS, message_bytes=1).schedule.problem.devices
+        found[case.name] = most, [10**9 - each.activation_budget_bytes for each in devices]
+    assert {name: each for name, each in found.items() if any(has > n for has, n in zip(*each, strict=True))} == {}
+    assert operator.eq(*found["1f1b"])
+
+
+@pytest.mark.stacks
 def test_a_paced_step_takes_no_less_than_predicted(ranks: Ranks) -> None:
     """With offloads, on stages and a link that sleep. How much longer it takes is a row of the table: the fastest of
     some steps, as the machine may be busy."""
@@ -298,6 +361,12 @@ def test_stages_of_another_rank_are_refused(ranks: Ranks) -> None:
     problem = rank_cases.problem([1, 0], 2)
     said = ranks(refusal, schedule=heuristics.generate("naive", problem), placement=(0, 1))
     assert said[0] == "stages: rank 0 has [0] of 2; the schedule places [1] of 2 there"
+
+
+def test_options_that_move_messages_are_refused(ranks: Ranks) -> None:
+    schedule = heuristics.generate("naive", rank_cases.problem([0, 1], 2))
+    said = ranks(refusal, schedule=schedule, placement=(0, 1), scale_grads=False, max_outstanding_sends=1)
+    assert set(said) == {"max_outstanding_sends = 1: leave it out: the schedule's rows place messages and waits"}
 
 
 def test_micro_batches_of_different_shapes_are_refused(ranks: Ranks) -> None:

@@ -1,6 +1,7 @@
 """What the planner chooses from: divisions of a model over GPUs that each stack can run; and the settings of other
 stacks that make them."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,15 @@ def test_settings_of_other_stacks() -> None:
     assert "--parallelism.pipeline_parallel_schedule ZBVZeroBubble" in titan
     assert "--training.disable_cuda_graphs" in titan
     assert titan[-1] == "activation-checkpoint:none"  # no flag is read behind it
+    run, sequence = folded.estimate.run, folded.estimate.sequence
+    later = settings.torchtitan(folded, "s.csv", tokens=True)
+    assert [flag for flag in later if flag not in titan] == [
+        f"--training.max_context_length {sequence}",
+        f"--training.num_tokens_per_microbatch_per_dp_rank {run.microbatch_size * sequence}",
+        f"--training.num_tokens_per_train_step {run.microbatches * run.microbatch_size * sequence}",
+        f"--parallelism.num_pp_microbatches {run.microbatches}",
+    ]
+    assert not any(re.search("seq_len|batch_size|microbatch_size", flag) for flag in later)
     parts = "tok_embeddings,layers.0,layers.1 layers.2,layers.3 layers.4,layers.5 norm,lm_head"
     assert f"--parallelism.module_fqns_per_model_part {parts}" in settings.torchtitan(looped, "s.csv")
     yaml = settings.nemo(looped, "s.csv")

@@ -42,6 +42,7 @@ from optpipe_runtime.torch_private.pipelining import (
 from optpipe_runtime.torch_private.tensors import is_compiled, tree_leaves
 
 MOVE = re.compile(r"\d+[ODR]")
+PLACING = ("defer_pp_recv", "defer_reduce_grad_wait", "max_active_stages", "max_outstanding_sends", "unshard_lookahead")
 
 
 class Move(NamedTuple):
@@ -81,7 +82,7 @@ def torch_schedule(
     host_memory_bytes
         The most host memory that offloaded activations may take; no limit by default.
     options
-        Of torch's `PipelineScheduleMulti`, such as `scale_grads`.
+        Of torch's `PipelineScheduleMulti`, such as `scale_grads`. Those that move messages and waits are refused.
     """
     return TorchSchedule(schedule, stages, loss_fn, host_memory_bytes, **options)
 
@@ -93,8 +94,8 @@ class TorchSchedule(ScheduleRuntime):
     ----------
     peak_bytes
         The most bytes of activations, and of gradients from I until W, that this rank held in the last step, counted
-        by live storages after every op that takes memory. Inputs of stages are not counted: torch keeps a buffer for
-        each micro-batch.
+        by live storages after every op that takes memory. Inputs of stages are not counted: they are torch's buffers of
+        messages (docs/stacks.md).
     certified_bytes
         What the schedule allows.
     activation_bytes, saved_for_weight_bytes
@@ -112,6 +113,8 @@ class TorchSchedule(ScheduleRuntime):
         host_memory_bytes: int | None,
         **options: Any,
     ) -> None:
+        for name in set(PLACING).intersection(options):
+            raise InputError(f"{name} = {options[name]!r}: leave it out: the schedule's rows place messages and waits")
         rows = torch_csv.rows(schedule, messages=True, waits=WAITS_FOR_SENDS, offloads=True)
         problem = as_torch_holds(schedule.problem)
         if complaints := check(problem, schedule):

@@ -1,4 +1,4 @@
-"""The settings of other stacks that make a candidate: torchtitan 0.3.0, NeMo AutoModel 0.7.0, Megatron-LM 0.16.1.
+"""The settings of other stacks that make a candidate: torchtitan from 0.3.0, NeMo AutoModel 0.7.0, Megatron-LM 0.16.1.
 
 `make stacks` gives them to those programs' own readers, and builds models by them.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import shlex
+from importlib.util import find_spec
+from pathlib import Path
 from shlex import quote
 
 from optpipe.formats import modules
@@ -15,6 +17,7 @@ from optpipe.transformer.estimate import Estimate
 from optpipe.transformer.records import ModuleNames, Transformer
 from optpipe_solver.planner.candidate import Candidate
 
+CONFIGS = "config/configs.py"  # of torchtitan
 OPTIONAL = ("cp", "ep")  # degrees that are written only where they divide something
 TORCHTITAN = {
     "tp": "--parallelism.tensor_parallel_degree",
@@ -22,8 +25,12 @@ TORCHTITAN = {
     "dp": "--parallelism.data_parallel_shard_degree",
     "cp": "--parallelism.context_parallel_degree",
     "ep": "--parallelism.expert_parallel_degree",
-    "sequence": "--training.seq_len",
-    "batch": "--training.global_batch_size",
+}
+SEQUENCES = {"sequence": "--training.seq_len", "batch": "--training.global_batch_size"}
+TOKENS = {  # since August 2026, after 0.3.0
+    "sequence": "--training.max_context_length",
+    "tokens": "--training.num_tokens_per_microbatch_per_dp_rank",
+    "all_tokens": "--training.num_tokens_per_train_step",
 }
 NEMO_STEP = {"batch": "  global_batch_size:"}
 NEMO = {"tp": "  tp_size:", "pp": "  pp_size:", "cp": "  cp_size:", "ep": "  ep_size:"}
@@ -45,16 +52,18 @@ BRIDGE = {
 }
 
 
-def torchtitan(candidate: Candidate, csv: str) -> list[str]:
+def torchtitan(candidate: Candidate, csv: str, tokens: bool | None = None) -> list[str]:
     """Return its flags, the last ones of a command; `csv` is the file with the schedule's compute actions
-    (docs/stacks.md).
+    (docs/stacks.md). `tokens`: those since August 2026, which count tokens; by default if such a one is installed.
 
     It divides layers in its own way unless it gets the modules of each stage. What is recomputed is a subcommand,
     after which no other flag is read.
     """
     estimate = candidate.estimate
     parallelism, run = estimate.parallelism, estimate.run
-    flags = [*_numbers(estimate, TORCHTITAN), f"--training.local_batch_size {_local_batch(estimate)}"]
+    tokens = _titan_counts_tokens() if tokens is None else tokens
+    flags = _numbers(estimate, TORCHTITAN | (TOKENS if tokens else SEQUENCES))
+    flags += [] if tokens else [f"--training.local_batch_size {_local_batch(estimate)}"]
     if parallelism.dp * parallelism.cp > 1:  # FSDP's ranks
         flags.append(f"--parallelism.fsdp_reshard_after_forward {'always' if parallelism.zero == 3 else 'never'}")
     if parallelism.pp > 1 or parallelism.ep > 1:
@@ -62,12 +71,21 @@ def torchtitan(candidate: Candidate, csv: str) -> list[str]:
     if parallelism.pp > 1:
         parts = " ".join(",".join(names) for names in _parts(estimate, modules.TORCHTITAN))
         flags += [
-            f"--parallelism.pipeline_parallel_microbatch_size {run.microbatch_size}",
+            f"--parallelism.num_pp_microbatches {run.microbatches}"
+            if tokens
+            else f"--parallelism.pipeline_parallel_microbatch_size {run.microbatch_size}",
             f"--parallelism.pipeline_parallel_schedule {schedule_placing(parallelism.chunks, parallelism.shape)}",
             f"--parallelism.pipeline_parallel_schedule_csv {csv}",
             f"--parallelism.module_fqns_per_model_part {parts}",
         ]
     return [*flags, f"activation-checkpoint:{'full' if run.recompute == 'full' else 'none'}"]
+
+
+def _titan_counts_tokens() -> bool:
+    """Whether torchtitan is installed, and later than 0.3.0; its main branch calls itself 0.2.2."""
+    found = find_spec("torchtitan")
+    folders = (found and found.submodule_search_locations) or ()
+    return any("num_pp_microbatches" in path.read_text() for each in folders for path in Path(each).glob(CONFIGS))
 
 
 def nemo(candidate: Candidate, csv: str) -> list[str]:
@@ -159,10 +177,13 @@ def _local_batch(estimate: Estimate) -> int:
 def _numbers(estimate: Estimate, names: dict[str, str]) -> list[str]:
     """Return degrees of parallelism, micro-batch, batch and sequence, as far as the stack has names for them."""
     parallelism, run = estimate.parallelism, estimate.run
+    batch = run.microbatches * run.microbatch_size * parallelism.dp
     numbers = {
         **{name: getattr(parallelism, name) for name in ("tp", "pp", "dp", "cp", "ep")},
         "size": run.microbatch_size,
-        "batch": run.microbatches * run.microbatch_size * parallelism.dp,
+        "batch": batch,
         "sequence": estimate.sequence,
+        "tokens": run.microbatch_size * estimate.sequence,
+        "all_tokens": batch * estimate.sequence,
     }
     return [f"{names[name]} {n}" for name, n in numbers.items() if name in names and (n > 1 or name not in OPTIONAL)]

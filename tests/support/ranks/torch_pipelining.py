@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,27 @@ def step(file: Rows, mesh: DeviceMesh | None = None, blocks: bool = False) -> tu
     runtime._dump_csv(str(written), format=file.form)
     found = {j: loss.item() for j, loss in enumerate(losses)}
     return Outcome(found, gradients(modules)), written.read_text()
+
+
+def most_buffers(files: Sequence[Rows]) -> list[int]:
+    """For each file the most buffers of received messages that live at one time in a step (torch 2.15)."""
+    from torch.distributed.pipelining import _recv_buffers
+
+    allocate, found = _recv_buffers._RecvInfo.allocate_buffer, []
+    for file in files:
+        made: list[StorageRef] = []
+        most = [0]
+
+        def counted(info: Any, device: Any) -> Tensor:
+            buffer: Tensor = allocate(info, device)
+            made.append(StorageRef(buffer.untyped_storage()))  # noqa: B023
+            most.append(sum(ref.alive for ref in made))  # noqa: B023
+            return buffer
+
+        with patch.object(_recv_buffers._RecvInfo, "allocate_buffer", counted):
+            step(file)
+        found.append(max(most))
+    return found
 
 
 def traced(file: Rows, steps: int) -> Path:
@@ -239,13 +261,13 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0, wrapper: str = "") -> str:
+def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0, wrapper: str = "", **options: Any) -> str:
     """What `torch_schedule` says to stages that are elsewhere than the schedule's, wrapped, or in a step with so many
-    rows."""
+    rows, and to options."""
     count = len(placement)
     mine = {s: WRAPPERS[wrapper](module) for s, module in own(model(count), placement).items()}
     try:
-        runtime = torch_schedule(schedule, stages_of(mine, count), loss_fn)
+        runtime = torch_schedule(schedule, stages_of(mine, count), loss_fn, **options)
         take_step(runtime.step, mine, count, [part[:rows] for part in batch(0, rows)])
     except InputError as error:
         return str(error)
