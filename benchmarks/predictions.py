@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from math import inf
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple
 from benchmarks.tables import head, line, text
 from optpipe.errors import InputError
 from optpipe.files import read_text, write_file
-from optpipe.transformer.estimate import estimate
+from optpipe.formats import megatron
+from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.iterations import (
     GPT_VOCABULARY,
     Iteration,
@@ -29,6 +31,7 @@ from optpipe.transformer.iterations import (
 )
 from optpipe.transformer.presets import GPUS, MODELS, preset
 from optpipe.transformer.records import Parallelism, Run, Transformer
+from optpipe.transformer.work import Piece
 
 COLUMNS = (
     "rows",
@@ -41,10 +44,13 @@ COLUMNS = (
     "peak memory",
 )
 WRITTEN = ("table", "row", "name", "measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "not_predicted")
+BERT_VOCABULARY = 30522
 HOST = 24  # layers, below which Megatron-LM's tests are too small for a GPU
-# Of a kernel, by the hosts of these tests: deterministic kernels, of TransformerEngine's modules or, `local`, torch's
+# Of a kernel, by the hosts of these tests: deterministic kernels, of TransformerEngine's modules, less where attention
+# is of torch's kernels or, `local`, all is
 HOST_US = {"A100": 240.0, "H100": 180.0, "GB200": 240.0, "GB200 1node": 600.0}
-LOCAL = 0.6
+LOCAL, UNFUSED = 0.6, 0.8
+HOT = 2.0  # more than its share that one expert of a GPU gets at the peak of a run of thousands of steps
 EXPERT_LOAD = 1.4  # routers that are trained: of Mixtral's two rows
 PRECISIONS = {"BF16": "bf16", "NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8-MX": "mxfp8"}
 PRECISIONS |= dict.fromkeys(("FP8", "FP8-CS", "FP8-SC"), "fp8")  # a scale a tensor, or a block of it
@@ -67,7 +73,54 @@ MEGATRON = {
     "ep": "expert-model-parallel-size",
     "chunks": "num-virtual-stages-per-pipeline-rank",
 }
+# Megatron-LM's tests that fuse attention, beside those with context parallelism, which has no other.
+FUSED = (
+    "resume",
+    "nondeterministic",
+    "memory_speed",
+    "release",
+    "weekly",
+    "fsdp",
+    "experimental",
+    "cudagraph",
+    "fuser",
+)
+# Workspaces of cuBLAS and TransformerEngine, which take more from Hopper on.
+WORKSPACES = {"A100": 0.08e9}
+WORKSPACE = 0.11e9
+# What Megatron offloads by module (`--offload-modules`): the names of saved tensors, and which of them in a layer.
+OFFLOADED = {
+    "attn_norm": [("norm input", 0)],
+    "qkv_linear": [("qkv input", 0)],
+    "core_attn": [("queries", 0), ("keys and values", 0)],
+    "attn_proj": [("projection input", 0)],
+    "mlp_norm": [("norm input", 1)],
+    "expert_fc1": [("experts' input", 0)],
+    "moe_act": [("activation function's input", 0)],
+}
+LATENT = {"kv_latent": 512, "head_size": 128, "rope_size": 64, "value_size": 128}  # Megatron's defaults
+CUT = {"layers": "num-layers", "experts": "num-experts", "experts_per_token": "moe-router-topk"}
 Fields = Mapping[str, str]
+
+
+class Held(NamedTuple):
+    """What holds for the peak of memory that a test of Megatron-LM writes.
+
+    `workspaces` are the libraries' bytes, `hot` is by how many times its share one expert of a GPU has more tokens, and
+    what `modules` save waits on the host.
+    """
+
+    workspaces: float
+    hot: float
+    modules: Sequence[str]
+
+    def peaks(self, estimated: Estimate) -> list[float]:
+        """What each device holds at most, in bytes. Raises InputError for an unknown module."""
+        load = 1.0 + self.hot * estimated.parallelism.ep / max(1, estimated.shape.experts)
+        run = estimated.run.model_copy(update={"expert_load": load})
+        there = Estimate(estimated.shape, estimated.parallelism, estimated.gpu, run)
+        staying = offload(there, self.modules)
+        return [size + staying + self.workspaces for size in rank_peaks(there, simulate(there).activation_bytes)]
 
 
 class Row(NamedTuple):
@@ -79,6 +132,7 @@ class Row(NamedTuple):
     bytes: Sequence[float]
     express: Callable[[], Iteration]  # raises InputError if the cost model has no such thing
     host_us: float | None = None  # of its host, if not the preset's
+    held: Held | None = None  # what is known of its memory
 
 
 class Predicted(NamedTuple):
@@ -99,12 +153,12 @@ class Plan(NamedTuple):
     batch: str  # sequences
     size: str  # of a micro-batch
     sequence: str
-    division: dict[str, str]
+    division: dict[str, Any]
     run: dict[str, Any]
 
     def iteration(self, shape: Callable[[], Transformer], ms: float) -> Iteration:
         """Raises InputError if the row misses something, or its numbers do not belong together."""
-        division = {name: whole(word, name) for name, word in self.division.items()}
+        division = {name: whole(n, name) if isinstance(n, str) else n for name, n in self.division.items()}
         ranks, size = division["tp"] * division["pp"] * division["cp"], whole(self.size, "size")
         gpus, batch = whole(self.gpus, "gpus"), whole(self.batch, "batch")
         if gpus % ranks or batch % (gpus // ranks * size):
@@ -157,12 +211,38 @@ def predict(row: Row) -> Predicted:
         gpu = preset(GPUS, "gpu", iteration.gpu)
         estimated = iteration.on(gpu.model_copy(update={"host_us": row.host_us or gpu.host_us}))
         ms, kept = simulate(estimated)
+        peaks = rank_peaks(estimated, kept) if row.held is None else row.held.peaks(estimated)
     except InputError as error:
         return Predicted(row, reason=str(error))
-    peaks = [memory.state + memory.workspace + size for memory, size in zip(estimated.devices, kept, strict=True)]
     ranks = len(row.bytes)
     sizes = [peaks[rank * len(peaks) // ranks] for rank in range(ranks)] if ranks > 1 else peaks[-1:] * ranks
     return Predicted(row, iteration, ms, sizes)
+
+
+def rank_peaks(estimated: Estimate, kept: Sequence[float]) -> list[float]:
+    """What each device holds at most, in bytes."""
+    return [each.state + each.workspace + size for each, size in zip(estimated.devices, kept, strict=True)]
+
+
+def offload(estimated: Estimate, modules: Sequence[str]) -> float:
+    """Take what these modules of Megatron save out of the layers, as if it waited on the host from its F on; the bytes
+    of two layers, of which the last one's stay and one's are back ahead of its backward.
+
+    Raises InputError for another module.
+    """
+    if wrong := sorted({*modules} - {*OFFLOADED}):
+        raise InputError(f"offload-modules = {wrong[0]}: expected {', '.join(OFFLOADED)}")
+    most, pieces = 0.0, dict[Piece, Piece]()
+    for piece in set(estimated.pieces) if modules else ():
+        names, leaving = [saved.name for saved in piece.saved], set[int]()
+        for name, nth in (place for module in modules if piece.is_layer for place in OFFLOADED[module]):
+            leaving |= {[i for i, each in enumerate(names) if each == name][nth]} if names.count(name) > nth else set()
+        stays = tuple(saved for i, saved in enumerate(piece.saved) if i not in leaving)
+        pieces[piece] = replace(piece, saved=stays)
+        recompute = estimated.run.recompute
+        most = max(most, piece.activation_bytes(recompute) - pieces[piece].activation_bytes(recompute))
+    vars(estimated).update(pieces=[pieces.get(piece, piece) for piece in estimated.pieces])
+    return 2 * most
 
 
 def judged(by_line: Mapping[int, Predicted]) -> Iterator[str]:
@@ -264,35 +344,52 @@ def bridge(table: str, name: str) -> Iterator[Row]:
 
 def golden(table: str, name: str) -> Iterator[Row]:
     """NVIDIA/Megatron-LM's functional tests: GPTs with learned positions, tied matrices and 32-bit gradients, on 8
-    GPUs, `1node` of GB200 on 4, a `release` on 128; the fullest GPU's experts get more tokens; the last rank's peak."""
+    GPUs, `1node` of GB200 on 4, a `release` on 128; the fullest GPU's experts get more tokens; the last rank's peak.
+    Attention is unfused in local modules, and where it must be deterministic from the first step on: scores are in the
+    peaks of these tests, not of those that resume. A proxy of DeepSeek-V3 and Nemotron 3 Super are their presets, cut.
+    """
     for fields in csv.DictReader(StringIO(table)):
         case, gpu = fields["case"], fields["gpu"].upper()
-        gpus = "128" if case.endswith("_release") else "4" if case.endswith("1node") and gpu == "GB200" else "8"
-        division = {each: fields[column] or "1" for each, column in MEGATRON.items()}
-        division |= {"zero": "1" if fields["use-distributed-optimizer"] else "0"}
-        division |= {"etp": "1"} if "etp1" in case else {}
-        if each := fields["num-layers-per-virtual-pipeline-stage"]:
-            division["chunks"] = str(whole(fields["num-layers"]) // whole(division["pp"]) // whole(each))
-        run: dict[str, Any] = {
-            "recompute": recomputed(fields),
-            "attention": "unfused" if fields["transformer-impl"] == "local" else "flash",
-        }
-        run |= {"precision": "fp8" if fields["fp8-format"] else "bf16", "fused_gradients": True}
-        run |= {"expert_load": EXPERT_LOAD, "mtp": whole(fields["mtp-num-layers"] or "0")}
-        batch, size, sequence = (fields[each] for each in ("global-batch-size", "micro-batch-size", "seq-length"))
-        plan = Plan(gpu, gpus, batch, size, sequence, division, run)
-        ms = 1000 * float(fields["iteration_s_median"])
-        kind = "MoE" if fields["num-experts"] else "dense"
-        group = (
-            f"Megatron-LM, {kind}" if whole(fields["num-layers"] or "0") >= HOST else "Megatron-LM, waits for the host"
-        )
+        ms, kind = 1000 * float(fields["iteration_s_median"]), "MoE" if fields["num-experts"] else "dense"
+        large = float(fields["num-layers"] or "0") >= HOST and fields["family"] != "bert"
+        group = f"Megatron-LM, {kind}" if large else "Megatron-LM, waits for the host"
         peak = [float(fields["mem_max_GB"]) * 1e9] if fields["mem_max_GB"] else []
-        express = partial(plan.iteration, partial(megatron_shape, fields), ms)
         host_us = None
-        if "waits" in group and gpu in HOST_US:
-            own = HOST_US.get(f"{gpu} 1node") if case.endswith("1node") else None
-            host_us = (own or HOST_US[gpu]) * (LOCAL if fields["transformer-impl"] == "local" else 1.0)
-        yield Row(group, f"{case} {gpu}", ms, peak, express, host_us)
+        if not large and gpu in HOST_US:
+            own = HOST_US.get(f"{gpu} 1node") if case.endswith("1node") and not fields["cuda-graph-impl"] else None
+            slower = LOCAL if fields["transformer-impl"] == "local" else UNFUSED if is_unfused(fields) else 1.0
+            host_us = (own or HOST_US[gpu]) * slower
+        leaving = re.findall(r"\w+", fields["offload-modules"]) if fields["fine-grained-activation-offloading"] else ()
+        held = Held(WORKSPACES.get(gpu, WORKSPACE), HOT * ("release" in case), leaving)
+        yield Row(group, f"{case} {gpu}", ms, peak, partial(golden_iteration, fields, gpu, ms), host_us, held)
+
+
+def golden_iteration(fields: Fields, gpu: str, ms: float) -> Iteration:
+    """The iteration of one of Megatron-LM's tests. Raises InputError if a cell is empty or is not modelled."""
+    case = fields["case"]
+    gpus = "128" if "release" in case else "4" if case.endswith("1node") and gpu == "GB200" else "8"
+    division: dict[str, Any] = {each: fields[column] or "1" for each, column in MEGATRON.items()}
+    division |= {"zero": "1" if fields["use-distributed-optimizer"] else "0"}
+    division |= {"sequence_parallel": bool(fields["sequence-parallel"])}
+    pp = whole(division["pp"])
+    if fields["num-experts"] and (parts := re.search(r"etp(\d)", case)):
+        division["etp"] = parts[1]
+    if each := fields["num-layers-per-virtual-pipeline-stage"]:
+        division["chunks"] = str(whole(fields["num-layers"]) // pp // whole(each))
+    if each := fields["pipeline-model-parallel-layout"]:
+        layers, _ = megatron.read_stages({"layout": each}, pp)
+        division |= {"layers": layers, "chunks": str(len(layers) // pp)}
+    run: dict[str, Any] = {"recompute": recomputed(fields), "attention": "unfused" if is_unfused(fields) else "flash"}
+    run |= {"precision": "fp8" if fields["fp8-format"] else "bf16", "fused_gradients": True}
+    run |= {"expert_load": EXPERT_LOAD, "mtp": whole(fields["mtp-num-layers"] or "0")}
+    batch, size, sequence = (fields[each] for each in ("global-batch-size", "micro-batch-size", "seq-length"))
+    return Plan(gpu, gpus, batch, size, sequence, division, run).iteration(partial(megatron_shape, fields), ms)
+
+
+def is_unfused(fields: Fields) -> bool:
+    """Whether attention's scores are computed and kept."""
+    divided = fields["context-parallel-size"] not in ("", "1")
+    return fields["transformer-impl"] == "local" or not (divided or any(word in fields["case"] for word in FUSED))
 
 
 def recomputed(fields: Fields) -> str:
@@ -305,16 +402,22 @@ def recomputed(fields: Fields) -> str:
 
 def megatron_shape(fields: Fields) -> Transformer:
     """The model of one of Megatron-LM's tests. Raises InputError if it is none that the cost model has."""
-    if fields["family"] not in ("gpt", "moe", "mixtral"):
-        raise InputError(f"family = {fields['family']}: expected gpt, moe or mixtral")
-    for column in ("pipeline-model-parallel-layout", "offload-modules", "fine-grained-activation-offloading"):
-        if fields[column]:
-            raise InputError(f"{column} = {fields[column]}: is not modelled")
-    hidden, tp, gated = whole(fields["hidden-size"]), whole(fields["tensor-model-parallel-size"]), fields["swiglu"]
+    if fields["case"].startswith("deepseekv3_proxy"):
+        return cut_model("deepseek-v3", {name: whole(fields[of]) for name, of in CUT.items()})
+    if fields["case"].startswith("nemotron3_super"):
+        return cut_model("nemotron-3-super", {})
+    if fields["family"] not in ("bert", "gpt", "moe", "mixtral"):
+        raise InputError(f"family = {fields['family']}: expected bert, gpt, moe or mixtral")
+    hidden, tp = whole(fields["hidden-size"]), whole(fields["tensor-model-parallel-size"] or "1")
+    gated = fields["swiglu"]
     ffn = whole(fields["ffn-hidden-size"] or str(int(hidden * 8 / 3 / 64) * 64 if gated else 4 * hidden))
     shape = {"layers": whole(fields["num-layers"]), "hidden": hidden, "ffn": ffn, "gated": bool(gated), "tied": True}
-    vocabulary = padded_vocabulary(whole(fields["vocab-size"] or str(GPT_VOCABULARY)), tp)
+    usual = BERT_VOCABULARY if fields["family"] == "bert" else GPT_VOCABULARY
+    vocabulary = padded_vocabulary(whole(fields["vocab-size"] or str(usual)), tp)
     shape |= {"heads": whole(fields["num-attention-heads"]), "vocabulary": vocabulary, "dropout": True}
+    shape |= {"causal": fields["family"] != "bert"}
+    if "mla" in fields["case"] + fields["recompute-modules"]:
+        shape |= LATENT
     if fields["group-query-attention"]:
         shape["query_groups"] = whole(fields["num-query-groups"])
     if fields["num-experts"]:

@@ -229,7 +229,7 @@ def _experts(share: Share) -> Piece:
             + biased,
             again=NORM * whole + matrices * middle,
             passes=5,
-            sent=(*(share.reduced if etp == tp or shape.shared_ffn else ()), *((over_experts,) if ep > 1 else ())),
+            sent=(*(share.reduced if etp > 1 or shape.shared_ffn else ()), *((over_experts,) if ep > 1 else ())),
         ),
     )
 

@@ -234,7 +234,7 @@ class Parallelism(Document):
     ep
         Expert parallelism, a part of dp · cp, with etp 1 of tp · dp · cp.
     etp
-        By how many GPUs each expert is divided: tp, which is the default, or 1.
+        By how many GPUs each expert is divided, a part of tp, which is the default.
     dp
         Data parallelism.
     zero
@@ -272,12 +272,12 @@ class Parallelism(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.expert_tp not in (1, self.tp):
-            raise ValueError(f"etp = {self.etp}: 1 or tp = {self.tp} was expected")
+        if self.tp % self.expert_tp:
+            raise ValueError(f"etp = {self.etp}: must divide tp = {self.tp}")
         replicas = self.dp * self.cp
         if self.tp * replicas % (self.ep * self.expert_tp):
             wide = f", or with etp 1 tp · dp · cp = {self.tp * replicas}" if self.expert_tp > 1 else ""
-            whole = "dp · cp" if self.expert_tp == self.tp else "tp · dp · cp"
+            whole = "dp · cp" if self.expert_tp == self.tp else f"tp · dp · cp{' / etp' * (self.expert_tp > 1)}"
             most = replicas * self.tp // self.expert_tp
             raise ValueError(f"ep = {self.ep}: must divide {whole} = {most}{wide}")
         if self.layers is not None and len(self.layers) != self.stages:

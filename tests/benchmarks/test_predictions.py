@@ -15,7 +15,7 @@ group-query-attention,num-query-groups,seq-length,micro-batch-size,global-batch-
 pipeline-model-parallel-size,num-layers-per-virtual-pipeline-stage,num-virtual-stages-per-pipeline-rank,\
 pipeline-model-parallel-layout,context-parallel-size,expert-model-parallel-size,num-experts,moe-router-topk,mtp-num-layers,recompute-granularity,\
 recompute-modules,fine-grained-activation-offloading,offload-modules,use-distributed-optimizer,transformer-impl,\
-fp8-format,swiglu,vocab-size"""
+fp8-format,swiglu,vocab-size,sequence-parallel,cuda-graph-impl"""
 BRIDGE = """container,section,\
 System,#-GPUs,Precision,GBS,MBS,Sequence Length,TP,PP,CP,VP,EP,Tokens / sec / GPU,Model TFLOP / sec / GPU,FSDP,Model
 26.04,Model: LLAMA3_70B,DGX-H100,64,FP8,256,1,8192,4,8,1,5,n/a,1600,672,0,
@@ -50,8 +50,14 @@ def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
     values |= {"iteration_s_median": "1.5", "mem_max_GB": "20", "num-layers": "32", "hidden-size": "4096"}
     values |= {"num-attention-heads": "32", "seq-length": "4096", "micro-batch-size": "1", "global-batch-size": "8"}
     values |= {"tensor-model-parallel-size": "2", "pipeline-model-parallel-size": "4", "vocab-size": "32000"}
-    changed = [{"family": "bert"}, {"offload-modules": "mlp"}, {"num-layers": "16"}]
-    changed += [{"pipeline-model-parallel-layout": "Et*16|t*15mL"}]
+    leaving = {"fine-grained-activation-offloading": "True", "offload-modules": "mlp"}
+    changed = [{"family": "nemotron"}, leaving, {"num-layers": "16"}]
+    changed += [{"pipeline-model-parallel-layout": text} for text in ("Et*16|t*15mL", "Et*12|t*8|(t)*7|t*5L")]
+    changed += [leaving | {"offload-modules": "[core_attn attn_proj]"}, {"case": "g_nondeterministic"}]
+    changed += [{"family": "bert", "tensor-model-parallel-size": ""}, {"sequence-parallel": "True"}]
+    experts = {"num-experts": "8", "moe-router-topk": "2", "tensor-model-parallel-size": "4"}
+    experts |= {"pipeline-model-parallel-size": "1", "expert-model-parallel-size": "2", "case": "ep2_etp2_resume"}
+    changed += [experts, experts | {"case": "ep2_etp2_release", "global-batch-size": "128"}]
     tests = [values, *(values | each for each in changed)]
     lines = [GOLDEN, *(",".join(each.values()) for each in tests)]
     tables = {"golden": "\n".join(lines), "bridge": BRIDGE}
@@ -69,7 +75,7 @@ def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
         *(("simumax-b200.csv", str(n)) for n in (2, 3)),
         *(("mlperf-405b.csv", str(n)) for n in (2, 3)),
         *(("megatron-bridge.csv", str(n)) for n in range(2, 10)),
-        *(("megatron-golden.csv", str(n)) for n in range(2, 7)),
+        *(("megatron-golden.csv", str(n)) for n in range(2, 14)),
     ]
     refused = {(row["table"], row["row"]): row["not_predicted"] for row in rows if not row["predicted_ms"]}
     assert refused == {
@@ -83,14 +89,25 @@ def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
             "megatron-bridge.csv",
             "9",
         ): "row: precision = 'FP9': input should be 'bf16', 'fp8', 'mxfp8', 'nvfp4' or 'fp32'",
-        ("megatron-golden.csv", "3"): "family = bert: expected gpt, moe or mixtral",
-        ("megatron-golden.csv", "4"): "offload-modules = mlp: is not modelled",
-        ("megatron-golden.csv", "6"): "pipeline-model-parallel-layout = Et*16|t*15mL: is not modelled",
+        ("megatron-golden.csv", "3"): "family = nemotron: expected bert, gpt, moe or mixtral",
+        ("megatron-golden.csv", "4"): "offload-modules = mlp: expected attn_norm, qkv_linear, core_attn, attn_proj, "
+        "mlp_norm, expert_fc1, moe_act",
+        ("megatron-golden.csv", "6"): "2 stages: expected as many on each of pp = 4 ranks",
     }
+    peaks = {
+        row["row"]: float(row["predicted_bytes"]) for row in rows if "golden" in row["table"] and row["predicted_ms"]
+    }
+    scores = 32 // 2 * 4096**2 * (2 + 2 + 1)  # of a layer of one micro-batch, their dropout among them
+    assert peaks["2"] - peaks["9"] == pytest.approx(8 * scores, rel=0.01)  # eight layers on the last rank
+    assert peaks["7"] < peaks["2"]  # five layers are there
+    queries = 2 * 4096 * 4096 // 2
+    assert peaks["2"] - peaks["8"] == pytest.approx((8 - 2) * 4 * queries, rel=0.01)  # queries, keys, values, outputs
+    assert peaks["11"] < peaks["2"]  # what tensor parallelism leaves whole is divided
+    assert peaks["13"] > peaks["12"]  # one expert of four gets three times its share, but the batch has more GPUs
     assert all(f"{table}, line {row}" in ended.out for table, row in refused)
     assert "| Bridge, Hopper, dense | 6 | 4 |" in ended.out
     assert "of 1 |" in ended.out.split("Bridge, Hopper, dense")[1].splitlines()[0]  # tp 8 against tp 4
-    assert "| Megatron-LM, waits for the host | 1 | 1 |" in ended.out
+    assert "| Megatron-LM, waits for the host | 2 | 2 |" in ended.out
 
     run = Run(microbatches=128, sequence=8192, precision="fp8", gradient_bytes=2, overlap="all")
     division = Parallelism(tp=4, pp=8, dp=2, chunks=5, zero=1, etp=1)

@@ -372,6 +372,10 @@ def test_undivided_experts_are_spread_over_tensor_parallel_ranks_too():
     few = made(model, {"tp": 4, "dp": 2, "ep": 2, "etp": 1})  # four times the experts, on a quarter of the tokens
     assert few.pieces[1].expert_weights == 4 * one.expert_weights
     assert few.parallelism.expert_replicas == 4
+    partly = made(model, {"tp": 4, "dp": 2, "ep": 4, "etp": 2})  # half of an expert, of half of the tokens
+    assert partly.pieces[1].expert_weights == one.expert_weights
+    assert partly.pieces[1].work.matmul == pytest.approx(one.work.matmul)
+    assert partly.parallelism.expert_replicas == 1
 
 
 @pytest.mark.parametrize(
@@ -379,7 +383,8 @@ def test_undivided_experts_are_spread_over_tensor_parallel_ranks_too():
     [
         ({"tp": 2, "dp": 4, "ep": 8}, "ep = 8: must divide dp · cp = 4, or with etp 1 tp · dp · cp = 8"),
         ({"tp": 2, "dp": 4, "ep": 16, "etp": 1}, "ep = 16: must divide tp · dp · cp = 8"),
-        ({"tp": 4, "dp": 4, "ep": 2, "etp": 2}, "etp = 2: 1 or tp = 4 was expected"),
+        ({"tp": 4, "dp": 4, "ep": 2, "etp": 3}, "etp = 3: must divide tp = 4"),
+        ({"tp": 4, "dp": 2, "ep": 8, "etp": 2}, "ep = 8: must divide tp · dp · cp / etp = 4, or with etp 1 .* = 8"),
     ],
 )
 def test_experts_that_do_not_divide_are_refused(division, said):
