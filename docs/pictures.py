@@ -78,6 +78,7 @@ FIGURES: dict[str, tuple[Problem, str]] = {
     "gpipe": (units(4, 8, times=(1, 0.5, 0.5)), SURVEY),
     "1f1b": (units(4, 8, times=(1, 0.5, 0.5)), SURVEY),
     "interleaved": (units(4, 8, 2), "Megatron-LM, figure 4"),
+    "combined-1f1b": (units(4, 8, 2, overlap_factor=0.8), "no figure"),
     "interleaved-recompute": (units(4, 8, 2, **again(1, ACTIVATION // 5, 2)), "no figure"),
     "1f1b-recompute": (units(4, 8, **again(1, ACTIVATION // 5)), "no figure"),
     "zb-h1": (units(4, 8), "Qi et al. 2023, figure 3 (top)"),

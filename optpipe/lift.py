@@ -50,8 +50,8 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     duration = nominal_ms(problem, rows, Index(problem, rows))
     first, second = _pairs(problem, table, start, duration)
     table[first, JOINED] = 1
-    together = duration[first] + duration[second]
-    duration[first] = duration[second] = (problem.overlap_factor or 1.0) * together
+    factor = problem.pair_factors[table[first, STAGE], table[second, STAGE]]
+    duration[first] = duration[second] = factor * (duration[first] + duration[second])
 
     for kind, marks in ((Kind.O, (Kind.D,)), (Kind.E, (Kind.D, Kind.A, Kind.V))):
         leaving = table[table[:, KIND] == kind]

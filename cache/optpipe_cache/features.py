@@ -138,7 +138,7 @@ def _proportions(problem: Problem) -> Iterator[tuple[str, Floats | float]]:
     messages_ms = costs.message_ms[costs.message_ms > 0].tolist() or [0.0]
     yield "p2p", float(np.mean(messages_ms)) / work
     spreads.append(("p2p_spread", float(np.std(messages_ms)) / work))
-    yield "overlap", problem.overlap_factor or 1.0
+    yield "overlap", float(np.mean(problem.least_factors))
     yield "microbatches", m
     devices = range(len(problem.devices))
     stages = [problem.stages_on(d) for d in devices]

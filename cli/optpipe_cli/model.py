@@ -125,6 +125,9 @@ def lines(estimate: Estimate) -> Iterator[str]:
             f"{saved[s, 0] / GB:15.3f}{waiting[s, 0] / GB:12.3f}{k or 0.0:7.2f}"
         )
     yield f"a message between stages takes {problem.p2p_ms:.3f} ms"
+    if problem.overlap_factor is not None:
+        shares = problem.least_factors[0]
+        yield f"a forward beside a backward takes {shares.min():.0%} to {shares.max():.0%} of both in turn, at least"
     yield f"where PCIe carries messages, too, all copies take up to {estimate.messages_beside_copies:.1%} longer"
     if ratios := [k for k in offload_ratio(problem) if k is not None]:
         most = max(ratios)

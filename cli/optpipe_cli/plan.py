@@ -46,6 +46,7 @@ def plan(
     precision: Annotated[str, Parameter(help=PRECISIONS)] = RUN.precision,
     attention: Annotated[str, Parameter(help="flash or unfused.")] = RUN.attention,
     mtp: Annotated[int, Parameter(help="Multi-token prediction modules, beside the head.")] = RUN.mtp,
+    overlap: Annotated[str, Parameter(help="none, replicas, all or experts, as of optpipe model.")] = RUN.overlap,
     offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = OFFLOAD,
     stack: Annotated[str, Parameter(help="The training stack: optpipe, torch or megatron.")] = STACK,
     today: Annotated[str | None, Parameter(help="What runs today, such as 'tp 8, pp 4, 1f1b': what is gained?")] = None,
@@ -61,7 +62,7 @@ def plan(
     if stack == "primus":
         raise InputError("stack = 'primus': plan for megatron, then optpipe solve problem.json --stack primus")
     run: dict[str, Any] = {"microbatches": 1, "sequence": sequence, "precision": precision, "attention": attention}
-    run |= {"mtp": mtp, "host_memory_bytes": host_bytes(host_memory_gb)}
+    run |= {"mtp": mtp, "overlap": overlap, "host_memory_bytes": host_bytes(host_memory_gb)}
     question = Question.from_dict(
         {
             "model": read_model(name),

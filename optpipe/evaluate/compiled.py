@@ -14,6 +14,7 @@ from optpipe.evaluate.graph import Needs, Streams
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.evaluate.timeline import Timeline
 from optpipe.model.arrays import Floats, Ints
+from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 
@@ -60,7 +61,10 @@ class CompiledSchedule:
     def durations_ms(self) -> Floats:
         """(n,) nominal times; a pair's stands on its first op."""
         ms, first = graph.nominal_ms(self.problem, self.rows, self.index), self.rows.first
-        ms[first] = (self.problem.overlap_factor or 1.0) * (ms[first] + ms[first + 1])
+        stage, in_order = self.rows.stage, self.rows.kind[first] == Kind.F
+        ms[first] = self.problem.pair_factors[stage[first + ~in_order], stage[first + in_order]] * (
+            ms[first] + ms[first + 1]
+        )
         return ms
 
     @cached_property

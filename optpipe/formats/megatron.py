@@ -1,8 +1,8 @@
 """Megatron-core's own orders (0.16.1): the arguments with which Megatron runs a schedule, if it is one of them, and
 what its layouts say.
 
-Its order is that of 1F1B with one chunk a rank, and interleaved 1F1B with several, where the only choice is how many
-micro-batches pass a chunk in a row. Which layers a stage has is free: `--pipeline-model-parallel-layout`.
+Its order is that of 1F1B with one chunk a rank, and interleaved or combined 1F1B with several, where the only choice is
+how many micro-batches pass a chunk in a row. Which layers a stage has is free: `--pipeline-model-parallel-layout`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optpipe.formats.order import hint, require_one_route, require_runnable
 from optpipe.model.ops import Kind, Op, Pair
 from optpipe.model.placement import Placement, together
 from optpipe.model.problem import Problem
-from optpipe.model.program import Program
+from optpipe.model.program import JOINED, Program
 from optpipe.schedule import Schedule
 
 OURS = "optpipe_runtime.megatron.forward_backward_func runs the schedule as it is"
@@ -62,7 +62,18 @@ def write(schedule: Schedule, mtp: int = 0, letters: Sequence[str] = ()) -> str:
         arguments.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
     if chunks > 1:
         arguments.append(f"--microbatch-group-size-per-virtual-pipeline-stage {group}")
-    return "".join(f"{argument}\n" for argument in arguments)
+    return "".join(f"{argument}\n" for argument in [*arguments, *pair_arguments(schedule)])
+
+
+def pair_arguments(schedule: Schedule) -> list[str]:
+    """The arguments of a schedule in Megatron's order for its pairs, if it has any."""
+    rows, costs = schedule.compiled.rows, schedule.problem.costs
+    if not len(rows.first):
+        return []
+    backward = rows.first + 1
+    backward_ms = costs.ms[Kind.BW][rows.stage[backward], rows.microbatch[backward]]
+    delays = (schedule.compiled.durations_ms[rows.first] < backward_ms).any()  # B's all-to-all hides beside its own W
+    return ["--overlap-moe-expert-parallel-comm", *["--delay-wgrad-compute"] * bool(delays)]
 
 
 def require_stages(problem: Problem) -> None:
@@ -80,12 +91,15 @@ def require_order(schedule: Schedule) -> int:
     """The size of the groups in whose order the schedule is Megatron's. Raises InputError that names the first op that
     differs, such as an offload."""
     chunks, group = _chunks(schedule), _group(schedule)
+    m, ranks = schedule.problem.microbatches, len(schedule.problem.devices)
     if group is None:
-        m, ranks = schedule.problem.microbatches, len(schedule.problem.devices)
         raise InputError(f"microbatches = {m}: with {chunks} chunks a rank Megatron needs at least {ranks}; {OURS}")
-    if difference := _difference(schedule, group):
+    combined = any(program.table[:, JOINED].any() for program in schedule.programs)
+    if combined and chunks == 1 < ranks:
+        raise InputError(f"chunks = 1: Megatron's combined 1F1B needs two or more a rank; {OURS}")
+    if difference := _difference(schedule, (combined_order if combined else order)(ranks, chunks, m, group)):
         d, item, expected = difference
-        name = "1F1B" if chunks == 1 else f"interleaved 1F1B in groups of {group}"
+        name = "1F1B" if chunks == 1 else f"{'combined' if combined else 'interleaved'} 1F1B in groups of {group}"
         advice = hint(item) if isinstance(item, Op) else ""
         raise InputError(
             f"device {d} has {item or 'no more ops'} where Megatron's {name} has {expected or 'none'}{advice}; {OURS}"
@@ -240,6 +254,21 @@ def order(ranks: int, chunks: int, microbatches: int, group: int) -> Order:
     return programs
 
 
+def combined_order(ranks: int, chunks: int, microbatches: int, group: int) -> list[list[Op | Pair]]:
+    """That of `overlap_moe_expert_parallel_comm`: rank r begins with 2(p - r - 1) + (v - 1)·group + 1 forwards."""
+    lists = []
+    for r, ops in enumerate(order(ranks, chunks, microbatches, group)):
+        forwards, backwards = ([op for op in ops if op.kind is kind] for kind in (Kind.F, Kind.BW))
+        lists.append(in_pairs(forwards, backwards, 2 * (ranks - r - 1) + (chunks - 1) * group + 1))
+    return lists
+
+
+def in_pairs(forwards: Sequence[Op], backwards: Sequence[Op], alone: int) -> list[Op | Pair]:
+    """So many forwards, then a pair of each further one and a backward, then the backwards left."""
+    alone = min(alone, len(forwards))
+    return [*forwards[:alone], *map(Pair, forwards[alone:], backwards), *backwards[len(forwards) - alone :]]
+
+
 def _chunks(schedule: Schedule) -> int:
     return len(schedule.problem.stages) // len(schedule.problem.devices)
 
@@ -261,11 +290,11 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
     return [size for size in sizes if microbatches % size == 0 or microbatches % size >= ranks]
 
 
-def _difference(schedule: Schedule, group: int) -> tuple[int, Op | Pair | None, Op | None] | None:
-    """Where the schedule first differs from Megatron's order in groups of this size: the device, what stands there, and
-    what is expected. None if it is that order."""
-    ranks, m = len(schedule.problem.devices), schedule.problem.microbatches
-    expected_order = order(ranks, _chunks(schedule), m, group)
+def _difference(
+    schedule: Schedule, expected_order: Sequence[Sequence[Op | Pair]]
+) -> tuple[int, Op | Pair | None, Op | Pair | None] | None:
+    """Where the schedule first differs from Megatron's order: the device, what stands there, and what is expected. None
+    if it is that order."""
     differing = [
         (place, d, item, expected)
         for d, (program, ops) in enumerate(zip(schedule.programs, expected_order, strict=True))

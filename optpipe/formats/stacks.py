@@ -120,14 +120,13 @@ STACKS: dict[StackName, Stack] = {
         keeps_until_weight=True,
     ),
     "megatron": Stack(
-        own=LOOPED,
+        own=LOOPED | {"combined-1f1b": "combined 1F1B"},
         kinds=frozenset({Kind.F, Kind.BW}),
         shapes={"looped": MOST_CHUNKS},
         file=(".json", "json"),  # optpipe_runtime.megatron.forward_backward_func runs it
         require_stages=megatron.require_stages,
         require_order=megatron.require_order,
         only_own=True,
-        pairs=False,
     ),
     "primus": Stack(
         own=LOOPED,

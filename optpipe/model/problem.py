@@ -14,9 +14,10 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from optpipe.files import write_file
+from optpipe.model.arrays import Floats
 from optpipe.model.costs import Costs
 from optpipe.model.ops import Kind
-from optpipe.model.records import Device, Document, EachMs, Index, Items, Message, Stage, StageCosts
+from optpipe.model.records import Device, Document, EachMs, Index, Items, Message, PairFactors, Stage, StageCosts
 
 MAX_MICROBATCHES, MAX_DEVICES, MAX_STAGES = 2**16, 4096, 4096
 MAX_FORWARDS = 2**22  # stages × micro-batches; with more no computation here would end
@@ -56,7 +57,8 @@ class Problem(Document):
     microbatch_routes
         By micro-batch the number of its route; required with several routes.
     overlap_factor
-        How long a pair lasts, as a share of its two ops one after the other. None: ops make no pairs.
+        How long a pair lasts, as a share of its two ops one after the other: one number, or a list by the stage of the
+        forward of lists by the stage of the backward. None: ops make no pairs.
     layers
         The costs of the layers that the stages consist of, in order, so that a search may divide them anew.
     stack
@@ -77,7 +79,7 @@ class Problem(Document):
     stages: Annotated[Items[Stage], Field(min_length=1, max_length=MAX_STAGES)]
     routes: Annotated[Items[Items[Index]], Field(min_length=1, max_length=256)] | None = None
     microbatch_routes: Items[Index] | None = None
-    overlap_factor: Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)] | None = None
+    overlap_factor: PairFactors | None = None
     layers: Annotated[Items[StageCosts], Field(min_length=1, max_length=4096)] | None = None
     stack: Literal["torch"] | None = None
 
@@ -102,6 +104,12 @@ class Problem(Document):
             if isinstance(figures, tuple) and len(figures) != self.microbatches:
                 each = f"one for each of the {self.microbatches} microbatches"
                 yield f"{name} has {len(figures)} entries: one number, or {each}"
+        if isinstance(self.overlap_factor, tuple):
+            each = f"one for each of the {len(self.stages)} stages, or one number for all pairs"
+            rows = [(f"overlap_factor[{s}]", row) for s, row in enumerate(self.overlap_factor)]
+            for name, row in [("overlap_factor", self.overlap_factor), *rows]:
+                if len(row) != len(self.stages):
+                    yield f"{name} has {len(row)} entries: {each}"
 
     def _wrong_stages(self) -> Iterator[str]:
         named = [(f"devices[{d}].peer", device.peer) for d, device in enumerate(self.devices)]
@@ -233,6 +241,21 @@ class Problem(Document):
         return Costs.from_records(self.devices, stages, self.all_routes, routes, self.p2p_ms, self.messages or ())
 
     @cached_property
+    def pair_factors(self) -> Floats:
+        """(S, S) `overlap_factor` by the stages of a pair's forward and backward; 1 without it."""
+        stages = len(self.stages)
+        return np.broadcast_to(np.array(self.overlap_factor or 1.0), (stages, stages))
+
+    @cached_property
+    def least_factors(self) -> tuple[Floats, Floats]:
+        """(S,) each: the least factor of the pairs with each stage's forward, and with its backward."""
+        if not isinstance(self.overlap_factor, tuple):
+            return self.pair_factors[0], self.pair_factors[0]
+        device = np.array([stage.device for stage in self.stages])
+        factors = np.where(device[:, None] == device, self.pair_factors, 1.0)
+        return factors.min(axis=1), factors.min(axis=0)
+
+    @cached_property
     def shared_links(self) -> dict[str, tuple[int, ...]]:
         """The links that several devices share, with those devices."""
         members: dict[str, list[int]] = {}
@@ -244,7 +267,7 @@ class Problem(Document):
     def __copy__(self) -> Problem:
         """A copy without the cached arrays and hash: `model_copy(update=...)` changes its fields afterwards."""
         copied = super().__copy__()
-        for name in ("costs", "shared_links", "sha256"):
+        for name in ("costs", "pair_factors", "least_factors", "shared_links", "sha256"):
             copied.__dict__.pop(name, None)
         return copied
 

@@ -29,6 +29,11 @@ def _form(value: Any) -> str:
 # One for all micro-batches, or a list with one for each.
 EachMs = Annotated[Annotated[Ms, Tag(A_NUMBER)] | Annotated[Items[Ms], Tag(A_LIST)], Discriminator(_form)]
 EachBytes = Annotated[Annotated[Bytes, Tag(A_NUMBER)] | Annotated[Items[Bytes], Tag(A_LIST)], Discriminator(_form)]
+Factor = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
+# One for all pairs, or a list with one list for the forward of each stage: a number for the backward of each stage.
+PairFactors = Annotated[
+    Annotated[Factor, Tag(A_NUMBER)] | Annotated[Items[Items[Factor]], Tag(A_LIST)], Discriminator(_form)
+]
 MOST_PARTS, MOST_LEVELS = 64, 8  # of a stage
 TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: any number
 Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
@@ -37,6 +42,7 @@ COMPUTE_MS = ("forward_ms", "backward_input_ms", "backward_weight_ms")  # the ti
 # Fields that a stage has all of or none of.
 OFFLOAD, RECOMPUTE = ("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes")
 EVICTION, UPDATE = ("evict_ms", "load_ms", "evict_bytes"), ("gradient_out_ms", "update_ms", "parameters_in_ms")
+EXCHANGE = ("forward_exchange", "backward_exchange")
 
 
 def of_microbatch(figure: Number | tuple[Number, ...], microbatch: int) -> Number:
@@ -193,6 +199,8 @@ class StageCosts(Record):
     gradient_out_ms, update_ms, parameters_in_ms
         To run the stage's optimizer on the host, once an iteration. That saves model state, which is no part of any
         activation budget.
+    forward_exchange, backward_exchange
+        The shares of F and of B that are all-to-all between experts, which a pair hides (`pair_factors`).
     """
 
     forward_ms: EachMs
@@ -213,6 +221,8 @@ class StageCosts(Record):
     gradient_out_ms: Ms | None = None
     update_ms: Ms | None = None
     parameters_in_ms: Ms | None = None
+    forward_exchange: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    backward_exchange: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
 
     @property
     def can_offload(self) -> bool:
@@ -244,7 +254,7 @@ class StageCosts(Record):
 
     def complaint(self) -> str | None:
         """The first thing wrong between the fields, as `field = value: what would be right`."""
-        for group in (OFFLOAD, RECOMPUTE, EVICTION, UPDATE):
+        for group in (OFFLOAD, RECOMPUTE, EVICTION, UPDATE, EXCHANGE):
             if incomplete := _incomplete("stage", self, group):
                 return incomplete
         if self.offload_parts > 1 and not (self.can_offload or self.can_offload_checkpoints):

@@ -20,7 +20,7 @@ from optpipe.errors import InputError, did_you_mean, shown
 from optpipe.files import write_file
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
-from optpipe.model.records import COMPUTE_MS, Document, Items, Name, Record, StageCosts, each_microbatch
+from optpipe.model.records import COMPUTE_MS, EXCHANGE, Document, Items, Name, Record, StageCosts, each_microbatch
 from optpipe.model.rules import Rules, RulesRecord
 
 WINDOW = 512  # micro-batches that a model remembers
@@ -32,7 +32,8 @@ LEAST_SPREAD = 1e-9  # of residuals, as a share of the figures
 
 Number = Annotated[float, Field(strict=True, ge=0, le=2.0**53, allow_inf_nan=False)]
 
-ONCE = ("offload_parts", "gradient_out_ms", "update_ms", "parameters_in_ms")  # what micro-batches do not differ in
+# What micro-batches do not differ in.
+ONCE = ("offload_parts", "gradient_out_ms", "update_ms", "parameters_in_ms", *EXCHANGE)
 LEAVING = ("offload_bytes", "evict_bytes")
 PARTS_OF_ACTIVATION = {"checkpoint_bytes", *LEAVING}
 LEARNT = tuple(name for name in StageCosts.model_fields if name not in (*ONCE, "levels"))

@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from optpipe.errors import InputError
-from optpipe.model.placement import Placement, together
+from optpipe.model.placement import Placement, pair_factors, together
 from optpipe.model.problem import Problem
-from optpipe.model.records import COMPUTE_MS, Device, Stage, StageCosts, one_for_all
+from optpipe.model.records import COMPUTE_MS, EXCHANGE, Device, Stage, StageCosts, one_for_all
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.pieces import all_pieces
 from optpipe.transformer.records import Parallelism, Run, Transformer
@@ -83,6 +83,8 @@ class Estimate:
         if parallelism.head_parts > 1 and (shape.tied or self.run.mtp):
             why = "tied to the embedding" if shape.tied else f"there mtp = {self.run.mtp} times more"
             raise InputError(f"head_parts = {parallelism.head_parts}: expected 1, as the head's matrix is {why}")
+        if self.run.overlap == "experts" and not shape.experts:
+            raise InputError("overlap = experts: expected none, replicas or all, as the model has no experts")
         if self.run.lora and shape.experts:
             raise InputError(f"lora = {self.run.lora}: adapters of models with experts are not modelled; 0 trains all")
         return all_pieces(self._share)
@@ -162,6 +164,10 @@ class Estimate:
                     f"device {d} needs {has - memory.budget / 1e9:.1f} GB without any activation, the GPU has "
                     f"{has:.1f}: more pp, tp, dp with zero, or a smaller model would fit"
                 )
+        stages = tuple(
+            Stage(device=device, **together([self.layers[i] for i in pieces]))
+            for device, pieces in zip(self.order, self.stages, strict=True)
+        )
         named, n = self.clock.links.neighbours_share_host_links, self.gpu.gpus_per_host_link
         near = self.clock.links.devices_per_node if self.run.host_memory_bytes is not None else 1
         return Problem(
@@ -178,11 +184,9 @@ class Estimate:
                 )
                 for d, memory in enumerate(self.devices)
             ),
-            stages=tuple(
-                Stage(device=device, **together([self.layers[i] for i in pieces]))
-                for device, pieces in zip(self.order, self.stages, strict=True)
-            ),
+            stages=stages,
             layers=tuple(self.layers),
+            overlap_factor=pair_factors(stages) if any(stage.forward_exchange for stage in stages) else None,
         )
 
     @property
@@ -228,6 +232,11 @@ class Estimate:
     def busy_ms(self) -> list[float]:
         """How long each device computes for one micro-batch."""
         return [sum(self._layers_ms[i] for i in held) for held in self._piece_numbers]
+
+    @property
+    def most_hidden(self) -> float:
+        """The largest share of an op that pairs may hide."""
+        return max(getattr(layer, share) or 0.0 for layer in self.layers for share in EXCHANGE)
 
     @cached_property
     def _layers_ms(self) -> list[float]:

@@ -16,7 +16,7 @@ Numbers = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 Degree = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Text = Annotated[str, Field(max_length=500)]
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4", "fp32"]
-Overlap = Literal["none", "replicas", "all"]
+Overlap = Literal["none", "replicas", "all", "experts"]
 Dispatch = Literal["alltoall", "once"]
 Attention = Literal["flash", "unfused"]
 Parts = Annotated[str, Field(pattern=r"^([*M][-E]?|[-E])$")]
@@ -351,7 +351,9 @@ class RunOptions(Document):
         over the network one for each node, in the order of the experts.
     overlap
         What a stack sends while it computes: nothing, replicas (gradients beside the last backward; with ZeRO 2 and 3
-        half of what an op sends, beside its matmuls), or all, also half of tensor parallelism's collectives.
+        half of what an op sends, beside its matmuls), or all, also half of tensor parallelism's collectives; experts,
+        without full recomputation also the all-to-all of a forward beside another micro-batch's backward, and of that
+        beside the forward.
     """
 
     WHAT = "run"

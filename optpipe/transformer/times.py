@@ -14,7 +14,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from optpipe.errors import InputError
-from optpipe.model.records import StageCosts
+from optpipe.model.records import EXCHANGE, StageCosts
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Precision, Recompute, Run
 from optpipe.transformer.work import LEVELS, SCAN_SLOWER, Collective, Matmul, Piece, Work
@@ -188,9 +188,15 @@ class Clock:
                 fields = {"levels": list(self._levels(piece))}
             else:
                 fields = {"recompute_ms": forward_ms, "checkpoint_bytes": ceil(piece.activation_bytes("full"))}
+        backward_ms = self.backward_input(piece).ms
+        if run.overlap == "experts" and run.recompute != "full":  # which Megatron refuses together
+            sent_ms = self.links.collectives_ms(piece.work.sent, "experts")
+            fields |= {
+                name: sent_ms / (ms or 1.0) for name, ms in zip(EXCHANGE, (forward_ms, backward_ms), strict=True)
+            }
         return StageCosts(
             forward_ms=forward_ms,
-            backward_input_ms=self.backward_input(piece).ms,
+            backward_input_ms=backward_ms,
             backward_weight_ms=self.backward_weight(piece).ms,
             activation_bytes=held,
             saved_for_weight_bytes=ceil(piece.saved_for_weight_bytes),
@@ -342,7 +348,7 @@ class Clock:
     def _sent_ms(self, work: Work, matmuls_ms: float) -> float:
         """The collectives of an op, without what its matmuls hide of those over tensor-parallel ranks."""
         sent = self.links.collectives_ms(work.sent)
-        if self.run.overlap != "all":
+        if self.run.overlap in ("none", "replicas"):
             return sent
         return sent - min(HIDDEN * self.links.collectives_ms(work.sent, "tensor"), matmuls_ms)
 

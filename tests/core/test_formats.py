@@ -278,6 +278,26 @@ def test_it_has_the_order_or_not(p: int, m: int, has: bool) -> None:
         refusal(schedule)
 
 
+@pytest.mark.parametrize(("factor", "delayed"), [(0.6, True), (0.75, False)])
+def test_combined_1f1b_is_flags_of_megatron(factor: float, delayed: bool) -> None:
+    """F = B = W = 1: a pair of less than B + W has all-to-all of the backward beside its own W."""
+    schedule = generate("combined-1f1b", units(4, 8, v=2).replace(overlap_factor=factor))
+    assert STACKS["megatron"].complaint(schedule) is None
+    flags = ["--overlap-moe-expert-parallel-comm", *["--delay-wgrad-compute"] * delayed]
+    assert export_schedule(schedule, "megatron").splitlines()[3:] == flags
+    assert not any("overlap" in line for line in export_schedule(generate("interleaved", units(4, 8, v=2)), "megatron"))
+    plain = generate("combined-1f1b", units(4, 8).replace(overlap_factor=factor))
+    with pytest.raises(InputError, match=r"^chunks = 1: Megatron's combined 1F1B needs two or more a rank"):
+        export_schedule(plain, "megatron")
+    other = parsed(TWO_CHUNKS, "0F0 0F1 2F0 2F1 0F2+2BW0 0F3+2BW1 2F2+0BW0 2F3+0BW1 2BW2 2BW3 0BW2 0BW3", *WAITING)
+    with pytest.raises(InputError, match=r"^device \d has \S+ where Megatron's combined 1F1B in groups of 2 has"):
+        export_schedule(other, "megatron")
+
+
+TWO_CHUNKS = units(2, 4, v=2).replace(overlap_factor=0.8)
+WAITING = ("1F0 1F1 3F0 3BW0 3F1 3BW1 1F2 1BW0 1F3 1BW1 3F2 3BW2 3F3 3BW3 1BW2 1BW3",)
+
+
 @pytest.mark.parametrize(
     ("chunks", "cuts", "layout"),
     [(1, (4, 2), "Ettt|tL"), (2, (3, 1, 1, 1), "Ett|t|t|L"), (2, (1, 2, 2, 1), "E|tt|tt|L")],

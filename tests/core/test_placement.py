@@ -14,7 +14,7 @@ from support.problems.strategies import AMPLE, stages
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, check
 from optpipe.anytime import Keeper
-from optpipe.model.placement import Placement, counts_text, even_cuts, rechunk
+from optpipe.model.placement import Placement, counts_text, even_cuts, pair_factors, rechunk
 from optpipe.model.records import COMPUTE_MS, UPDATE, StageCosts
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Incumbent, Programs
@@ -43,6 +43,54 @@ def layer(ms: float, size: int = 1, **more: Any) -> StageCosts:
 def plain(devices: int = 4, **fields: Any) -> Problem:
     costs = stage((4, 6, 2), (10, 6), offload=(3, 5, 8), offload_parts=2, recompute=(4, 3))
     return pipeline(devices, 4, 100, costs, **fields)
+
+
+SENDS = {"forward_exchange": 0.5, "backward_exchange": 0.4}
+
+
+def test_deepseeks_profile_of_a_pair():
+    """128.5 ms for 124.3 ms of compute and 114.5 ms of all-to-all: 0.54 of both in turn."""
+    forward, backward = 124.3 / 3 + 114.5 / 2, 2 * 124.3 / 3 + 114.5 / 2
+    backward_input = backward - 124.3 / 3
+    shares = {"forward_exchange": 114.5 / 2 / forward, "backward_exchange": 114.5 / 2 / backward_input}
+    times = {"forward_ms": forward, "backward_input_ms": backward_input, "backward_weight_ms": 124.3 / 3}
+    problem = pipeline(1, 2, 99, stage((0, 0, 0)) | times | shares)
+    problem = problem.replace(overlap_factor=pair_factors(problem.stages))
+    paired = parsed(problem, "0F0 0F1+0BW0 0BW1")
+    assert paired.makespan_ms - forward - backward == pytest.approx(128.5, abs=0.05)
+
+
+def test_a_pair_is_no_shorter_than_one_of_its_ops():
+    """A forward without all-to-all hides some of a long backward's, whose own compute cannot all hide the rest."""
+    dense, sparse = (
+        layer(1.0, **NOTHING_SENT),
+        StageCosts(**stage((1.0, 6.0, 1.0)), forward_exchange=0, backward_exchange=0.8),
+    )
+    assert pair_factors([dense, sparse])[0][1] == pytest.approx(6 / 8)
+    assert pair_factors([dense]) == ((1.0,),)
+
+
+NOTHING_SENT = {"forward_exchange": 0.0, "backward_exchange": 0.0}
+
+
+def test_factors_by_stages_follow_the_layers_or_are_refused():
+    layers = [layer(1.0, **NOTHING_SENT), *[layer(2.0, **SENDS)] * 4, layer(3.0, **NOTHING_SENT)]
+    row = pipeline(2, 4, 99, stage(), layers=layers)
+    own = Placement(chunks=1, layers=(3, 3)).apply(row)
+    own = own.replace(overlap_factor=[[0.9, 0.8], [0.7, 0.6]])
+    assert Placement(chunks=1, layers=(3, 3)).apply(own) is own
+    placed = Placement(chunks=2, layers=(2, 1, 1, 2)).apply(own)
+    assert placed.overlap_factor == pair_factors(placed.stages)
+    assert placed.pair_factors[1, 1] < placed.pair_factors[0, 0] < 1
+    empty = Placement(chunks=2, layers=(6, 0, 0, 0)).apply(own)
+    assert empty.pair_factors[1, 3] == 1, "stages without layers hide nothing"
+    whole = rechunk(own.replace(layers=None), 2)  # a half of a stage has its shares
+    assert whole.pair_factors[0, 2] == pytest.approx(pair_factors(own.stages)[0][0])
+    measured = own.replace(layers=[layer(1.0)] * 6)
+    with pytest.raises(
+        InputError, match=r"^overlap_factor: its lists are for the stages given; others need one number"
+    ):
+        Placement(chunks=2, layers=(2, 1, 1, 2)).apply(measured)
 
 
 def held(problem: Problem, device: int, field: str) -> float:

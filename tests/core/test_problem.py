@@ -56,6 +56,12 @@ OF_A_STAGE = [  # what begins with `stages[1].`
 ]
 WRONG = [
     *((with_stage(**changes), rf"stages\[1\]\.{message}") for changes, message in OF_A_STAGE),
+    (content(overlap_factor=[[1.0] * 2]), r"overlap_factor has 1 entries: one for each of the 2 stages, or one number"),
+    (content(overlap_factor=[[1.0] * 2, [1.0]]), r"overlap_factor\[1\] has 1 entries: one for each of the 2 stages"),
+    (content(overlap_factor=[[1.0] * 2, [1.0, 0.0]]), r"overlap_factor\[1\]\[1\] = 0\.0: input should be greater"),
+    (content(overlap_factor=[[1.0] * 2, [1.5, 1.0]]), r"overlap_factor\[1\]\[0\] = 1\.5: input should be less"),
+    (content(overlap_factor=[0.5, 0.5]), r"overlap_factor\[0\] = 0\.5"),
+    (with_stage(forward_exchange=0.5), r"stages\[1\]\.backward_exchange is missing: a stage with forward_exchange"),
     (with_devices(peer=0), r"devices\[0\]\.peer = 0: a device evicts to another one"),
     (with_devices(peer=2), r"devices\[0\]\.peer = 2: there are 2 devices, numbered from 0"),
     (with_stage("forward_ms", forwrd_ms=1.0), r"\.forwrd_ms is not a field of this format: did you mean forward_ms\?"),

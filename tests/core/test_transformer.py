@@ -267,6 +267,31 @@ def test_only_what_there_is_to_hide_under_hides_messages():
     assert ops("none", **slow_network)[1] > ops("replicas", **slow_network)[1] > 0.99 * ops("none", **slow_network)[1]
 
 
+EXPERTS = GPT.model_copy(update={"experts": 8, "experts_per_token": 2, "expert_ffn": 4096, "dense_layers": 1})
+
+
+def test_pairs_hide_all_to_all_of_experts():
+    """What a pair of each two stages computes and sends, as `times` has it, and 3.7 % of the shorter."""
+    division = {"pp": 2, "chunks": 2, "dp": 8, "ep": 8}
+    e = made(EXPERTS, division, overlap="experts")
+    sent = [e.clock.links.collectives_ms(piece.work.sent, "experts") for piece in e.pieces]
+    of_stage = [sum(sent[i] for i in stage) for stage in e.stages]
+    assert of_stage[0] < of_stage[1], "its first layer is dense"
+    for s, stage in enumerate(e.problem.stages):
+        assert stage.forward_exchange * stage.forward_ms == pytest.approx(of_stage[s])
+        assert stage.backward_exchange * stage.backward_input_ms == pytest.approx(of_stage[s])
+    for (s, one), (t, other) in product(enumerate(e.problem.stages), repeat=2):
+        whole = one.forward_ms + other.backward_input_ms + other.backward_weight_ms
+        longer = max(of_stage[s] + of_stage[t], whole - of_stage[s] - of_stage[t])
+        lasts = max(longer + 0.0367 * (whole - longer), one.forward_ms, other.backward_input_ms)
+        assert e.problem.pair_factors[s, t] == pytest.approx(lasts / whole, abs=1e-6)
+    for other in ({"overlap": "all"}, {"overlap": "experts", "recompute": "full"}):
+        assert made(EXPERTS, division, **other).problem.overlap_factor is None
+    assert made(EXPERTS, {"pp": 2}, overlap="experts").problem.overlap_factor is None
+    with pytest.raises(InputError, match=r"^overlap = experts: expected none, replicas or all, as the model has no"):
+        made(GPT, overlap="experts")
+
+
 def test_an_op_takes_as_long_as_its_kernels_or_as_launching_them():
     """The longer of both where they are far apart, at most both together."""
     for size, host_us in ((1, 1e4), (64, 1e-3), (1, 20.0)):

@@ -21,7 +21,7 @@ from support.ranks.worker import Ranks
 
 from optpipe import InputError
 from optpipe.formats import megatron as form
-from optpipe.model.ops import OPTIMIZER, Kind
+from optpipe.model.ops import OPTIMIZER, Kind, Pair
 from optpipe.model.placement import Placement
 from optpipe.model.records import Stage
 from optpipe.schedule import Schedule
@@ -239,6 +239,14 @@ def test_its_own_order_is_what_the_export_compares_with(p: int, chunks: int, m: 
         assert kinds == {Kind.F: table, Kind.BW: [(j, chunks - 1 - chunk) for j, chunk in table]}
         steady = [Kind.F, Kind.BW] * (len(table) - warm_up)
         assert [op.kind for op in ops] == [Kind.F] * warm_up + steady + [Kind.BW] * warm_up
+        if chunks > 1:
+            *_, alone, left = get_pp_rank_microbatches(
+                m, chunks, group, overlap_moe_expert_parallel_comm=True, p2p_communicator=groups
+            )
+            beside = form.combined_order(p, chunks, m, group)[rank]
+            forwards, backwards = ([op for op in ops if op.kind == kind] for kind in kinds)
+            pairs = [Pair(forwards[alone + k], backwards[k]) for k in range(left)]  # as its loop in the steady state
+            assert beside == [*forwards[:alone], *pairs, *backwards[left:]]
 
 
 @WARNS

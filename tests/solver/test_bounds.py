@@ -1,6 +1,8 @@
 """Bounds and the least memory hold for every schedule, and are what one computes by hand where that is easy."""
 
-from itertools import islice
+from collections.abc import Iterator
+from functools import partial
+from itertools import combinations, islice, product
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from support.examples import examples
 from support.oracles.bounds import bounds_of
 from support.oracles.enumeration import EXHAUSTIVE, RICHER, SPAN, best_of_all
 from support.problems import with_budgets
-from support.problems.strategies import problems_with_schedules
+from support.problems.strategies import factors, problems_with_schedules
 
 from optpipe import Problem, Schedule, certify, check
 from optpipe.evaluate.objective import Objective, length_ms
@@ -62,6 +64,66 @@ def test_a_weight_gradient_fused_into_a_pair_takes_its_share_only():
     for objective in ("makespan", "span"):
         bounds = {trivial_bound(problem, objective), memory_bound(problem, objective)}
         assert bounds == {length_ms(paired, objective)} == {5.0}
+
+
+def orders_of_one_device() -> Iterator[list[str]]:
+    """All orders of two micro-batches that pass two stages of one device, with B and W apart or as BW."""
+
+    def of_one(j: int) -> Iterator[list[str]]:
+        yield [f"0F{j}", f"1F{j}", f"1BW{j}", f"0BW{j}"]
+        for at, last in ((3, 5), (4, 5), (4, 4)):
+            ops = [f"0F{j}", f"1F{j}", f"1B{j}", f"0B{j}"]
+            ops.insert(at, f"1W{j}")
+            ops.insert(last, f"0W{j}")
+            yield ops
+
+    for first, second in product(of_one(0), of_one(1)):
+        for places in combinations(range(len(first) + len(second)), len(first)):
+            one, other = iter(first), iter(second)
+            yield [next(one if k in places else other) for k in range(len(first) + len(second))]
+
+
+ORDERS = list(orders_of_one_device())
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(st.tuples(*[st.tuples(*[st.sampled_from([0, 1, 2, 5])] * 3)] * 2), factors(2))
+def test_no_bound_is_above_the_best_of_all_pairs(times, by_stage):
+    """All orders on one device, each with those pairs that save most: nothing else there makes it shorter."""
+    problem = problems.pipeline(
+        1, 2, 99, [problems.stage(ms, (1, 1), device=0) for ms in times], overlap_factor=by_stage
+    )
+    best_ms, best = min(map(partial(in_best_pairs, times, by_stage), ORDERS))
+    schedule = problems.parsed(problem, best)
+    assert check(problem, schedule) == []
+    assert schedule.makespan_ms == pytest.approx(best_ms)
+    for objective in ("makespan", "span"):
+        bounds = {trivial_bound(problem, objective), lower_bound(problem, objective)}
+        assert max(bounds) <= length_ms(schedule, objective) + 1e-9
+
+
+def in_best_pairs(times: Any, by_stage: Any, order: list[str]) -> tuple[float, str]:
+    """The least time of an order, and its program."""
+
+    def op(text: str) -> tuple[int, str, str, float]:
+        stage, kind, microbatch = int(text[0]), text[1:-1], text[-1]
+        return stage, kind, microbatch, sum(times[stage]["FBW".index(letter)] for letter in kind)
+
+    best: list[tuple[float, str]] = [(0.0, "")]
+    for k, text in enumerate(order):
+        stage, kind, microbatch, ms = op(text)
+        ways = [(best[-1][0] + ms, f"{best[-1][1]} {text}")]
+        if k:
+            other, kind_before, microbatch_before, ms_before = op(order[k - 1])
+            if (
+                microbatch != microbatch_before
+                and (kind == "F") != (kind_before == "F")
+                and "W" not in (kind, kind_before)
+            ):
+                factor = by_stage[stage][other] if kind == "F" else by_stage[other][stage]
+                ways.append((best[-2][0] + factor * (ms + ms_before), f"{best[-2][1]} {order[k - 1]}+{text}"))
+        best.append(min(ways))
+    return best[-1]
 
 
 @settings(max_examples=examples(200))

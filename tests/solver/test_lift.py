@@ -5,6 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.problems import pipeline, stage
 from support.problems.strategies import AMPLE, problems, problems_with_schedules
 
 from optpipe import Device, Kind, Op, Pair, Problem, Schedule, Stage, certify, check
@@ -93,6 +94,15 @@ def test_what_is_dropped_when_a_forward_without_length_runs_is_gone_before_it():
     starts = {"0F0": 0.0, "0O0": 1.0, "0F1": 1.0, "0BW1": 1.0, "0R0": 19.0, "0BW0": 31.0}
     schedule = lift(problem, {Op.parse(text): start for text, start in starts.items()})
     assert check(problem, schedule) == []
+
+
+def test_a_pair_takes_the_factor_of_its_two_stages():
+    factors = [[1.0, 0.5], [0.75, 1.0]]
+    problem = pipeline(1, 2, 99, [stage((10, 10, 5), (1, 1), device=0)] * 2, overlap_factor=factors)
+    starts = {"0F0": 0, "1F0": 10, "0F1": 20, "1BW0": 20, "1F1": 32.5, "0BW0": 32.5, "1BW1": 51.25, "0BW1": 66.25}
+    schedule = lift(problem, {Op.parse(text): start for text, start in starts.items()})
+    assert schedule.programs[0].texts() == ["0F0", "1F0", "0F1+1BW0", "1F1+0BW0", "1BW1", "0BW1"]
+    assert list(schedule.timeline.start) == [0, 10, 20, 20, 32.5, 32.5, 51.25, 66.25]
 
 
 @pytest.mark.parametrize("noise", [-1e-9, 0.0, 1e-9])

@@ -13,12 +13,13 @@ from support import problems
 from support.examples import examples
 from support.frames import notes
 from support.oracles.enumeration import best_of_all, stage
-from support.problems.strategies import AMPLE, differing, schedules, stages, times
+from support.problems.strategies import AMPLE, differing, factors, schedules, stages, times
 
 import optpipe
 from optpipe import InputError, Problem, Schedule, certify
 from optpipe.errors import ScheduleError
 from optpipe.model.placement import Placement
+from optpipe.model.records import EXCHANGE
 from optpipe.process.protocol import Frame, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
@@ -63,11 +64,15 @@ def layered(draw: Any) -> Problem:
     if draw(st.booleans()):
         as_stages = Problem(microbatches=m, devices=[{"activation_budget_bytes": AMPLE}], stages=layers)
         layers = [layer.model_dump(exclude_none=True) for layer in draw(differing(as_stages)).stages]
-    mode = draw(st.sampled_from(["half_duplex", "full_duplex"]))
-    return model(layers, [AMPLE] * count, m, draw(times), transfer_mode=mode, overlap_factor=draw(OVERLAPS))
-
-
-OVERLAPS = st.sampled_from([None, 0.75])
+    mode, factor = (
+        draw(st.sampled_from(["half_duplex", "full_duplex"])),
+        draw(st.sampled_from([None, 0.75, "by stages"])),
+    )
+    if factor != "by stages":
+        return model(layers, [AMPLE] * count, m, draw(times), transfer_mode=mode, overlap_factor=factor)
+    layers = [each | {share: draw(st.sampled_from([0.0, 0.5, 1.0])) for share in EXCHANGE} for each in layers]
+    problem = model(layers, [AMPLE] * count, m, draw(times), transfer_mode=mode)
+    return problem.replace(overlap_factor=draw(factors(len(problem.stages))))
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -188,6 +188,23 @@ def test_a_plan_puts_prediction_modules_where_the_longest_stage_is_shortest() ->
         )
 
 
+def test_pairs_that_hide_all_to_all_are_planned_for_megatron() -> None:
+    """No bound is above a schedule with pairs; its flags are there with a pipeline and without one."""
+    experts = {"experts": 8, "experts_per_token": 2, "expert_ffn": 8192}
+    run = Run(microbatches=1, overlap="experts")
+    roomy = question(10 * RESERVED, model=SMALL.model_copy(update=experts), run=run, stack="megatron")
+    beside = [(c, s) for c in every(roomy) for s in published(c, "megatron") if s.method == "combined-1f1b"]
+    paired = [(c, s) for c, s in beside if len(s.compiled.rows.first)]
+    assert {c.estimate.parallelism.pp for c, _ in paired} >= {1, 2}
+    for candidate, schedule in paired:
+        assert candidate.bound_ms <= candidate.with_step_end(schedule.makespan_ms) * (1 + 1e-9)
+        assert candidate.take(schedule)
+        flags = settings.megatron(candidate)
+        assert "--overlap-moe-expert-parallel-comm" in flags
+        assert any("layout" in flag for flag in flags) == (candidate.estimate.parallelism.pp > 1)
+        assert sum(candidate.parts_ms.values()) == pytest.approx(candidate.iteration_ms)
+
+
 @pytest.mark.parametrize(
     ("run", "stack", "message"),
     [

@@ -137,7 +137,7 @@ def test_megatron_gets_an_answer_in_a_moment_or_a_reason(placements):
     assert export_schedule(found.schedule, "megatron")
     none = solve(with_budgets(units(4, 8), 3 * units(4, 8).stages[0].activation_bytes), **asked)
     assert (none.schedule, none.status) == (None, "unknown")
-    assert "megatron runs 1f1b, interleaved only, none of which fits these stages" in none.reason
+    assert "megatron runs 1f1b, interleaved, combined-1f1b only, none of which fits these stages" in none.reason
 
 
 def test_a_solver_that_sends_another_stacks_schedule_is_not_believed():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.problems.units import ACTIVATION, peaks, units
 
-from optpipe import InputError, Kind, Problem, check
+from optpipe import InputError, Kind, Pair, Problem, check
 from optpipe.model.placement import Placement
 from optpipe_solver import heuristics
 from optpipe_solver.systems import generate, parse
@@ -78,6 +78,27 @@ def test_interleaving_divides_the_bubble_by_the_chunks(p, v, times):
             kinds = [[op.kind for op in program.ops()] for program in schedule.programs]
             warm_ups = [each.index(Kind.BW) for each in kinds]
             assert warm_ups == [min(m * v, p * (v - 1) + 2 * (p - i) - 1) for i in range(p)]
+
+
+@pytest.mark.parametrize(("p", "v"), [(1, 1), (1, 2), (2, 2), (3, 1), (3, 2), (4, 3), (8, 2)])
+@pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_combined_1f1b_runs_pairs_from_one_forward_more_on(p, v, times, share):
+    """A pair lasts between the longer of its ops and both in turn. (p-1+w)(F+B+W) + (vm-w)·F&B with w = (v-1)g + 1,
+    where g is the largest group; vp + p activations, one more than interleaved 1F1B."""
+    f, b, w = times
+    whole = f + b + w
+    pair = max(f, b + w) + share * (whole - max(f, b + w))
+    for m in range(p, 4 * p + 2):
+        problem = units(p, m, v=v, times=times).replace(overlap_factor=pair / whole)
+        schedule = generate("combined-1f1b", problem)
+        assert check(problem, schedule) == []
+        alone = min(m * v, (v - 1) * len(even_groups(m, p)[0]) + 1)
+        assert schedule.makespan_ms == pytest.approx((p - 1 + alone) * whole + (m * v - alone) * pair)
+        counts = [sum(isinstance(item, Pair) for item in program) for program in schedule.programs]
+        assert counts == [max(0, m * v - alone - 2 * (p - 1 - i)) for i in range(p)]
+        if m % p == 0:
+            assert peaks(schedule)[0] == min(m * v, p * v + p)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 8), (3, 5), (4, 8), (8, 3), (8, 32)])

@@ -32,7 +32,7 @@ def stages_for(system: System, draw: Any, p: int, m: int) -> tuple[Problem, Prob
     even = even.replace(
         devices=[device] * (p + 1),
         stages=[stage.model_copy(update={"device": order[stage.device]}) for stage in even.stages],
-        overlap_factor=draw(st.sampled_from([None, 0.75, 1.0])),
+        overlap_factor=draw(st.sampled_from([0.75, 1.0] if system.name == "combined-1f1b" else [None, 0.75, 1.0])),
     )
     if system.name == "bpipe":
         even = paired(even, *draw(st.tuples(*[st.sampled_from([0.0, 0.5, 9.0])] * 2)))
@@ -96,6 +96,7 @@ ON_HOST = units(4, 8, v=2, update=(1, 1, 1))
         ),
         ("dualpipe", rechunk(units(3, 12), 1, "bidirectional"), "stages: 3 devices in a row, dualpipe needs an even"),
         ("dualpipe", ROW, "dualpipe needs one stage a device each way, on two routes (bidirectional)"),
+        ("combined-1f1b", LOOPED, "overlap_factor is missing: combined-1f1b runs forwards beside backwards"),
         ("bpipe", ROW, "devices[0].peer is missing: bpipe evicts from stage 0 to stage 3, which is on device 3"),
         ("bpipe", ROW.replace(devices=PEERS), "devices[0].peer = 1: bpipe evicts from stage 0 to stage 3, which is on"),
         (

@@ -58,7 +58,8 @@ class _LayerTimes(NamedTuple):
 
 
 def _layer_times(problem: Problem, microbatch: int) -> _LayerTimes:
-    share, layers = problem.overlap_factor or 1.0, problem.layers or ()
+    layers, by_stages = problem.layers or (), isinstance(problem.overlap_factor, tuple)
+    share = min(float(problem.pair_factors.min()), 0.5 if by_stages else 1.0)  # `pair_factors` of other stages: a half
     names = ("forward_ms", "backward_input_ms", "backward_weight_ms")
     times = ([of_microbatch(getattr(layer, name), microbatch) for layer in layers] for name in names)
     return _LayerTimes(*(share * np.array(each) for each in times))

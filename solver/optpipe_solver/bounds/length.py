@@ -286,17 +286,19 @@ def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float
 def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:
     """Return (D,) the least compute time of each device's forwards and these parts of its backwards.
 
-    In pairs they take `overlap_factor` of their time, but for a device's first forward and last backward: no backward
-    can come before that forward, no forward after that backward.
+    In pairs they take the least factors of their time (`shortest_times`), but for a device's first forward and last
+    backward: no backward can come before that forward, no forward after that backward.
     """
-    costs, factor = problem.costs, problem.overlap_factor or 1.0
+    costs, (of_forward, of_gradient) = problem.costs, (each[:, None] for each in problem.least_factors)
     examples = costs.representatives
     passes = (costs.before[costs.route[examples]] != OFF_ROUTE).T  # (S, classes)
     forward, gradient = costs.ms[Kind.F][:, examples], costs.ms[list(backward)][..., examples].sum(axis=0)
     work = np.zeros(len(problem.devices))
-    np.add.at(work, costs.device, factor * (((forward + gradient) * passes) @ np.bincount(costs.class_of)))
+    least = of_forward * forward + of_gradient * gradient
+    np.add.at(work, costs.device, (least * passes) @ np.bincount(costs.class_of))
     for d in range(len(work)):
         used = (costs.device == d)[:, None] & passes
         if used.any():
-            work[d] += (1 - factor) * (forward[used].min() + gradient[used].min())
+            alone = (1 - of_forward) * forward, (1 - of_gradient) * gradient
+            work[d] += sum(ms[used].min() for ms in alone)
     return work

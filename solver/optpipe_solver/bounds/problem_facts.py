@@ -91,9 +91,11 @@ class Paths(NamedTuple):
 
 def shortest_times(problem: Problem, microbatch: int) -> Floats:
     """Return (len(Kind), S) the least time of a micro-batch's ops: of a pair its share, where W may be a part of a
-    paired BW."""
+    paired BW. A pair takes f·(F + B) ≥ f₁·F + f₂·B, where f₁ is the least factor with this F, f₂ with this B."""
     ms = problem.costs.ms[..., microbatch].copy()
-    ms[[F, B, W]] *= problem.overlap_factor or 1.0
+    forwards, backwards = problem.least_factors
+    ms[F] *= forwards
+    ms[[B, W]] *= backwards
     return ms
 
 

@@ -70,8 +70,9 @@ class Candidate:
 
     @property
     def work_ms(self) -> float:
-        """The busiest device has all its work to do, then gradients to reduce and weights to update."""
-        return self.with_step_end(self.estimate.run.microbatches * max(self.estimate.busy_ms))
+        """The busiest device has all its work to do, but for all-to-all in pairs, then gradients and weights."""
+        estimate = self.estimate
+        return self.with_step_end(estimate.run.microbatches * max(estimate.busy_ms) * (1 - estimate.most_hidden))
 
     def with_step_end(self, makespan_ms: float) -> float:
         """The iteration of so long a schedule: after it gradients are reduced and weights updated."""
@@ -154,15 +155,15 @@ class Candidate:
         busy = estimate.busy_ms
         longest = max(busy)
         parts = {title: m * mean(getattr(ms, field) for ms in estimate.device_times) for field, title in PARTS.items()}
-        again = 0.0  # what the schedule recomputes beside
+        again = 0.0  # what the schedule recomputes beside, less what its pairs hide
         if self.schedule:
             device = devices_in_order(self.schedule.problem)[busy.index(longest)]
             again = self.schedule.timeline.busy_ms()[device] - m * longest
-        parts["recomputing"] += again
+        parts[PARTS["messages"] if again < 0 else "recomputing"] += again
         return parts | {
             "uneven stages": m * (longest - mean(busy)),
             "waiting": max(self.least_ms, self.work_ms) - estimate.after_ms - m * longest - again,
-            "reducing gradients": estimate.reduction_ms,
+            "reducing gradients": estimate.after_ms - estimate.optimizer_ms,
             "the optimizer": estimate.optimizer_ms,
         }
 

@@ -118,7 +118,7 @@ def candidates(question: Question) -> list[Candidate]:
     InputError
         If no division suits the number of GPUs, the model and the batch.
     """
-    every = [question.candidate(estimated, mean(estimated.busy_ms)) for estimated in _estimates(question)]
+    every = [question.candidate(each, mean(each.busy_ms) * (1 - each.most_hidden)) for each in _estimates(question)]
     if every:
         return sorted(every, key=lambda candidate: (candidate.bound_ms, candidate.estimate.parallelism.stages))
     model, gpus = question.model, question.gpus

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
+from optpipe.formats import megatron as arguments
 from optpipe.formats import modules
-from optpipe.formats.megatron import write as megatron_arguments
 from optpipe.formats.torch_csv import schedule_placing
 from optpipe.transformer.estimate import Estimate
 from optpipe.transformer.records import ModuleNames, Transformer
@@ -125,13 +125,15 @@ def nemo(candidate: Candidate, csv: str) -> list[str]:
 
 
 def megatron(candidate: Candidate) -> list[str]:
-    """Return its flags. It runs a schedule of its own: 1F1B, with chunks interleaved 1F1B."""
+    """Return its flags. It runs a schedule of its own: 1F1B, with chunks interleaved or combined 1F1B."""
     estimate = candidate.estimate
     parallelism, run = estimate.parallelism, estimate.run
     flags = _numbers(estimate, MEGATRON)
     if parallelism.pp > 1 and candidate.schedule:
         letters = hybrid_letters(estimate.shape) if estimate.shape.parts else ()
-        flags += megatron_arguments(candidate.schedule, run.mtp, letters).splitlines()
+        flags += arguments.write(candidate.schedule, run.mtp, letters).splitlines()
+    elif candidate.schedule:
+        flags += arguments.pair_arguments(candidate.schedule)
     flags += [f"--mtp-num-layers {run.mtp}"] if run.mtp else []
     flags += [f"--expert-tensor-parallel-size {parallelism.etp}"] if parallelism.etp else []
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []

@@ -13,7 +13,7 @@ from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, length_ms
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE, Level, StageCosts, each_microbatch
+from optpipe.model.records import EVICTION, EXCHANGE, OFFLOAD, RECOMPUTE, Level, StageCosts, each_microbatch
 from optpipe.process.protocol import Remedies, Remedy, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import tuning
@@ -98,7 +98,7 @@ def _recomputed(problem: Problem, level: str) -> Problem:
         chosen = next((each for each in layer.all_levels if each.name == level), None)
         if chosen:
             room = max(room, int(np.max(np.subtract(layer.activation_bytes, chosen.checkpoint_bytes))))
-            fields = dict.fromkeys((*EVICTION, *OFFLOAD, *RECOMPUTE, "levels"))
+            fields = dict.fromkeys((*EVICTION, *OFFLOAD, *RECOMPUTE, *EXCHANGE, "levels"))
             times = each_microbatch(lambda *ms: sum(ms), layer.backward_input_ms, chosen.recompute_ms)
             fields |= {"backward_input_ms": times, "activation_bytes": chosen.checkpoint_bytes, "offload_parts": 1}
             fields |= {name: getattr(chosen, name) for name in OFFLOAD}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from optpipe.errors import InputError
-from optpipe.model.ops import Kind, Op
+from optpipe.formats.megatron import in_pairs
+from optpipe.model.ops import Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.system import (
@@ -53,6 +54,22 @@ def interleaved(problem: Problem) -> Schedule:
     return _in_turns(problem, _fused)
 
 
+@published("combined-1f1b", "megatron-core 0.16.1, combined_1f1b.py", least=1, most=None, chunks=2)
+def combined(problem: Problem) -> Schedule:
+    """Megatron-core's combined 1F1B (`overlap_moe_expert_parallel_comm`): `interleaved` with one forward more in the
+    warm-up, so that in between each forward runs beside a backward of another micro-batch, whose all-to-all it hides.
+
+    (p-1+w)(F+B+W) + (vm-w)·F&B with w = (v-1)p + 1, F&B a pair of one chunk's ops; vp + p activations. Megatron itself
+    asks for two chunks or more unless p = 1. Raises InputError if the problem has no `overlap_factor`.
+    """
+    if problem.overlap_factor is None:
+        raise InputError("overlap_factor is missing: combined-1f1b runs forwards beside backwards")
+    lists: list[list[Op | Pair]] = [[] for _ in problem.devices]
+    for device, forwards, backwards, warm_up in _turns(problem):
+        lists[device] = in_pairs(forwards, [Op(Kind.BW, s, j) for s, j in backwards], warm_up + 1)
+    return in_order(problem, lists)
+
+
 @published("interleaved-recompute", "PipeOffload, Wan et al. 2025, section 5.5", least=2, most=None, chunks=2)
 def interleaved_recomputed(problem: Problem, recomputed: int | None = None, level: int = 0) -> Schedule:
     """Interleaved 1F1B with activation checkpointing, a baseline of Wan et al. (1F1B-I-R) and of Lin et al. 2025.
@@ -68,15 +85,20 @@ def interleaved_recomputed(problem: Problem, recomputed: int | None = None, leve
 
 
 def _in_turns(problem: Problem, backward: Callable[[int, int], list[Op]]) -> Schedule:
+    lists: list[list[Op]] = [[] for _ in problem.devices]
+    for device, forwards, backwards, warm_up in _turns(problem):
+        lists[device] = warmed_up(forwards, [backward(s, j) for s, j in backwards], warm_up)
+    return in_order(problem, lists)
+
+
+def _turns(problem: Problem) -> Iterator[tuple[int, list[Op], list[tuple[int, int]], int]]:
+    """Yield each device with its forwards, stage and micro-batch of its backwards, and its warm-up."""
     p = count_devices(problem)
     chunks, groups = range(count_chunks(problem)), even_groups(problem.microbatches, p)
-    there, back = visits(groups, chunks), visits(groups, chunks[::-1])
-    lists: list[list[Op]] = [[] for _ in problem.devices]
     for i in range(p):
-        forwards = [Op(Kind.F, c * p + i, j) for c, j in there]
-        warm_up = 2 * (p - i - 1) + (len(chunks) - 1) * len(groups[0])
-        lists[problem.stages[i].device] = warmed_up(forwards, [backward(c * p + i, j) for c, j in back], warm_up)
-    return in_order(problem, lists)
+        forwards = [Op(Kind.F, c * p + i, j) for c, j in visits(groups, chunks)]
+        backwards = [(c * p + i, j) for c, j in visits(groups, chunks[::-1])]
+        yield problem.stages[i].device, forwards, backwards, 2 * (p - i - 1) + (len(chunks) - 1) * len(groups[0])
 
 
 @published("1f1b-recompute", "survey, section on activation checkpointing")

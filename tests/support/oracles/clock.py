@@ -80,7 +80,11 @@ def run(problem: Problem, schedule: Schedule, duration: Ms | None = None, delay:
                         break
                     begin = max([compute_free[d], *(need for need in needs if need is not None)])
                     length = 0.0 if ops[0].kind in (Kind.D, Kind.A, Kind.V) else sum(map(duration, ops))
-                    length *= (problem.overlap_factor or 1.0) if len(ops) == 2 else 1.0
+                    if len(ops) == 2:
+                        forward, backward = sorted(ops, key=lambda op: op.kind != Kind.F)
+                        factor = problem.overlap_factor or 1.0
+                        of_forward = factor[forward.stage] if isinstance(factor, tuple) else factor
+                        length *= of_forward[backward.stage] if isinstance(of_forward, tuple) else of_forward
                     for op in ops:
                         clock.start[op], clock.end[op] = begin, begin + length
                     compute_free[d] = begin + length

@@ -42,6 +42,12 @@ def levels(draw: Any, name: str, activation: int) -> dict[str, Any]:
     return level
 
 
+def factors(stages: int) -> st.SearchStrategy[list[list[float]]]:
+    """`overlap_factor` by the stages of a pair."""
+    row = st.lists(st.sampled_from([0.25, 0.5, 0.75, 1.0]), min_size=stages, max_size=stages)
+    return st.lists(row, min_size=stages, max_size=stages)
+
+
 @st.composite
 def problems(
     draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatches: int = 4, beyond: bool = False
@@ -72,7 +78,7 @@ def problems(
         transfer_mode=draw(st.sampled_from(["half_duplex", "full_duplex"])),
         devices=devices,
         stages=[draw(stages(device, evicting=peers[device] is not None, updating=beyond)) for device in placement],
-        overlap_factor=draw(st.sampled_from([None, 0.75])),
+        overlap_factor=draw(st.one_of(st.sampled_from([None, 0.75]), factors(len(placement)))),
         **routes,
     )
     return draw(differing(problem)) if draw(st.booleans()) else problem
