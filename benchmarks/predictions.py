@@ -20,7 +20,7 @@ from benchmarks.tables import head, line, text
 from optpipe.errors import InputError
 from optpipe.files import read_text, write_file
 from optpipe.formats import megatron
-from optpipe.transformer.estimate import Estimate, estimate
+from optpipe.transformer.estimate import FRAGMENTS, Estimate, estimate
 from optpipe.transformer.iterations import (
     GPT_VOCABULARY,
     Iteration,
@@ -42,6 +42,7 @@ COLUMNS = (
     "ordered right, of pairs",
     "regret",
     "peak memory",
+    "reserved",
 )
 WRITTEN = ("table", "row", "name", "measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "not_predicted")
 BERT_VOCABULARY = 30522
@@ -133,6 +134,7 @@ class Row(NamedTuple):
     express: Callable[[], Iteration]  # raises InputError if the cost model has no such thing
     host_us: float | None = None  # of its host, if not the preset's
     held: Held | None = None  # what is known of its memory
+    reserved: Sequence[float] = ()  # by the allocator, where it is given beside the peaks
 
 
 class Predicted(NamedTuple):
@@ -258,6 +260,9 @@ def judged(by_line: Mapping[int, Predicted]) -> Iterator[str]:
     yield from (f"{by.mean:.1%}", text(mean(third) if third else None, ".1%"), f"{by.median:+.1%}")
     yield from (f"{by.ordered:.1%} of {by.pairs}", f"{by.regret:.1%}") if by.pairs else "––"
     yield text(mean(off) if off else None, ".1%")
+    given = [(each.bytes, each.row.reserved) for each in made if each.row.reserved]
+    held = [abs((1 + FRAGMENTS) * ours / size - 1) for each in given for ours, size in zip(*each, strict=True)]
+    yield text(mean(held) if held else None, ".1%")
 
 
 def vtrain(table: str, name: str) -> Iterator[Row]:
@@ -275,7 +280,10 @@ def simumax(table: str, name: str) -> Iterator[Row]:
     DeepSeek one layer is dense."""
     for fields in csv.DictReader(StringIO(table)):
         model = re.sub(r"^(deepseek|llama)-?(v?)", r"\1-\2", fields["model"])
-        peaks = [float(size) * 2**20 for size in fields["peak_allocated_mib_by_rank"].split()]
+        peaks, reserved = (
+            [float(size) * 2**20 for size in fields[f"peak_{each}_mib_by_rank"].split()]
+            for each in ("allocated", "reserved")
+        )
         division = {each: fields[each] for each in ("tp", "cp", "ep", "pp")}
         cut = {"layers": whole(fields["layers"])} | ({"dense_layers": 1} if "deepseek" in model else {})
         batch = whole(fields["dp"]) * whole(fields["microbatches"]) * whole(fields["microbatch_size"])
@@ -285,7 +293,8 @@ def simumax(table: str, name: str) -> Iterator[Row]:
         )
         ms = float(fields["step_ms"])
         group = grouped("SimuMax", "deepseek" in model, plan.gpu)
-        yield Row(group, fields["case"], ms, peaks, partial(plan.iteration, partial(cut_model, model, cut), ms))
+        express = partial(plan.iteration, partial(cut_model, model, cut), ms)
+        yield Row(group, fields["case"], ms, peaks, express, reserved=reserved)
 
 
 def mlperf(table: str, name: str) -> Iterator[Row]:

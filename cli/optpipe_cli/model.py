@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from optpipe.errors import InputError
 from optpipe.files import parse_json, read_file
 from optpipe.model.problem import offload_ratio
-from optpipe.transformer.estimate import Estimate, estimate
+from optpipe.transformer.estimate import FRAGMENTS, FRAGMENTS_DEVIATION, Estimate, estimate
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.huggingface import read
 from optpipe.transformer.presets import GPUS, MODELS, preset
@@ -115,6 +115,11 @@ def lines(estimate: Estimate) -> Iterator[str]:
     held = ((m.weights, m.gradients, m.optimizer, m.workspace, m.reserved, m.budget) for m in estimate.devices)
     yield from table("GB", HELD, "device", ((nbytes / GB for nbytes in each) for each in held))
     problem = estimate.problem
+    full = (gpu.memory_bytes - gpu.reserved_bytes) / GB
+    yield (
+        f"with its whole budget a device allocates {full:.2f} GB; torch's allocator reserves {FRAGMENTS:.0%} more (± "
+        f"{FRAGMENTS_DEVIATION:.0%}), {FRAGMENTS * full:.2f} GB of what is reserved"
+    )
     yield ""
     yield f"{'':>9}" + "".join(f"{title:>{width}}" for title, width in COSTS.items())
     saved, waiting = problem.costs.activation, problem.costs.saved_for_weight

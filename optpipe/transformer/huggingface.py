@@ -152,8 +152,7 @@ class _Model:
         lists = [each for each in modules if isinstance(each, ModuleList) and len(each) == count]
         if not lists:
             raise _NotModelledError(f"{what}: the model has no list of {count} layers: it is not modelled")
-        self.layers = [_Layer(each) for each in lists[0]]
-        self._list = lists[0]
+        self._list, self.layers = lists[0], [_Layer(each) for each in lists[0]]
         first_of_each = {layer.parts: layer for layer in reversed(self.layers)}
         if any(layer.shapes != first_of_each[layer.parts].shapes for layer in self.layers):
             raise _NotModelledError(f"{what}: its layers differ in more than experts: that is not modelled")
@@ -216,8 +215,7 @@ class _Model:
         groups, rest = divmod(keys, 2 * hidden * size)
         if rest or groups < 1:
             raise _NotModelledError(f"{self._what}: attention is not that of heads of {size}: it is not modelled")
-        head_size = None if size * heads == hidden else size
-        return {"query_groups": groups, "head_size": head_size, "attention_gate": gated}
+        return {"query_groups": groups, "head_size": None if size * heads == hidden else size, "attention_gate": gated}
 
     def _state_space(self) -> dict[str, Any]:
         layer = self._with("M")
@@ -247,6 +245,8 @@ class _Model:
             "expert_ffn": width,
             "shared_ffn": shared,
             "expert_latent": self._value("moe_latent_size") or 0,
+            "expert_groups": self._value("n_group") or 1,
+            "groups_per_token": self._value("topk_group") or 1,
             **({"dense_layers": dense, "expert_every": every} if parts == ruled else {"parts": parts}),
         }
 

@@ -154,7 +154,7 @@ def read_iterations(text: str, what: str = "rows", vocabulary: int = GPT_VOCABUL
     what
         Its name in errors.
     vocabulary
-        Its size, before Megatron-LM makes each rank's part a multiple of 128.
+        Its size, before Megatron-LM makes each rank's part a multiple of 128, if there are several.
 
     Raises
     ------
@@ -195,10 +195,11 @@ def _iteration(row: Mapping[str, Any], what: str, vocabulary: int) -> Iteration:
             raise InputError(f"{what}: {COLUMNS[name]} = {number[name]}: expected a multiple of {multiple}")
     measured = _positive(row, MEASURED, what)
     shape = {name: number[name] for name in ("layers", "hidden", "heads", "sequence")}
-    shape |= {"ffn": 4 * number["hidden"], "vocabulary": padded_vocabulary(vocabulary, tp)}
+    words = padded_vocabulary(vocabulary, tp) if tp > 1 else vocabulary  # their heads take as long as unpadded ones
+    shape |= {"ffn": 4 * number["hidden"], "vocabulary": words}
     shape |= {"positions": number["sequence"], "tied": True, "dropout": True}
     division = {"tp": tp, "dp": dp, "pp": pp, "sequence_parallel": False}
-    run = {"microbatches": number["batch"] // (dp * size), "microbatch_size": size} | MEGATRON
+    run = {"microbatches": number["batch"] // (dp * size), "microbatch_size": size, "padded": tp > 1} | MEGATRON
     return Iteration(
         Transformer.from_dict(shape, what), Parallelism.from_dict(division, what), Run.from_dict(run, what), measured
     )

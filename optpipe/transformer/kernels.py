@@ -10,17 +10,20 @@ from optpipe.errors import InputError
 from optpipe.transformer.calibrate import Observation
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Run
-from optpipe.transformer.times import MS, Clock
+from optpipe.transformer.times import MS, SCORES_BACKWARD, Clock
 from optpipe.transformer.work import Matmul
 
 PASS_BYTES = 1e9  # of the pass over memory that a measured bandwidth stands for
+RING_BYTES = 1e9  # that a GPU sends in a ring
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def read_kernels(text: str, what: str = "kernels") -> list[Observation]:
     """Read measured kernels of 16 bits, as MooreThreads/SimuMax writes them (`configs/system/*.json`).
 
     A kernel's name has its shape, its number the fraction of the peak that it reached: of `matmul` and `group_matmul`,
-    and of the forward of attention (`sdp_fwd`), all of whose scores count there. Of `bandwidth` the default counts.
+    and of attention (`sdp_fwd`, `sdp_bwd`), all of whose scores count there, in the backward 2.5 times. Of `bandwidth`
+    the default counts, of `networks` what rings of a node's GPUs reach, without latencies, where there are any.
 
     Raises
     ------
@@ -28,8 +31,10 @@ def read_kernels(text: str, what: str = "kernels") -> list[Observation]:
         If the text has no such form, or a kernel no such shape.
     """
     try:
-        machine = json.loads(text)["accelerator"]
-        return [*_memory(machine["bandwidth"]["default"], what), *_kernels(machine["op"], what)]
+        whole = json.loads(text)
+        machine, networks = whole["accelerator"], whole.get("networks", {})
+        found = [*_memory(machine["bandwidth"]["default"], what), *_kernels(machine["op"], what)]
+        return found + [each for name in networks if "intra_node" in name for each in _rings(networks[name], what)]
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -42,8 +47,15 @@ def _memory(bandwidth: Mapping[str, float], what: str) -> Iterator[Observation]:
     yield Observation(lambda gpu: _clock(gpu).pass_ms(PASS_BYTES), PASS_BYTES / speed * MS)
 
 
+def _rings(network: Mapping[str, Any], what: str) -> Iterator[Observation]:
+    for op in RINGS:
+        if reached := network["op"].get(op, {}).get("efficient_factor"):
+            speed = _positive(network["bandwidth"]["gbps"], what) * 1e9 * _positive(reached, f"{what}, {op}")
+            yield Observation(lambda gpu: _clock(gpu).links.ring_ms(RING_BYTES, 2, 1, 0), RING_BYTES / speed * MS)
+
+
 def _kernels(ops: Mapping[str, Any], what: str) -> Iterator[Observation]:
-    readers = {"matmul": _matmul, "group_matmul": _grouped, "sdp_fwd": _attention}
+    readers = {"matmul": _matmul, "group_matmul": _grouped, "sdp_fwd": _attention, "sdp_bwd": _attention_backward}
     for op, reader in readers.items():
         peak = _positive(ops[op]["tflops"], what) * 1e12
         for name, reached in ops[op]["accurate_efficient_factor"].items():
@@ -72,6 +84,11 @@ def _attention(shape: Mapping[str, str]) -> Kernel:
     batch, sequence, heads = (int(shape[name]) for name in ("batch", "seq_len", "head_num"))
     operations = 2.0 * batch * sequence**2 * heads * (int(shape["qk_head_dim"]) + int(shape["v_head_dim"]))
     return operations, lambda gpu: _clock(gpu).flash_ms(operations / 2)  # later tokens' scores are left out
+
+
+def _attention_backward(shape: Mapping[str, str]) -> Kernel:
+    operations, forward_ms = _attention(shape)
+    return SCORES_BACKWARD["flash"] * operations, lambda gpu: SCORES_BACKWARD["flash"] * forward_ms(gpu)
 
 
 def _clock(gpu: Gpu) -> Clock:

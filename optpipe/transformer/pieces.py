@@ -15,7 +15,7 @@ from operator import add
 from optpipe.transformer.attention import attention
 from optpipe.transformer.records import Dispatch
 from optpipe.transformer.state_space import state_space
-from optpipe.transformer.work import FP32, NORM, RESIDUAL, Collective, Matmul, Piece, Saved, Share, Work
+from optpipe.transformer.work import FP32, NORM, RESIDUAL, Collective, Matmul, Piece, Routing, Saved, Share, Work
 
 INDEX = 8  # bytes of a token's number
 # Bytes that are read and written to put tokens in order: before they leave for experts and when they have come, and on
@@ -70,6 +70,7 @@ def _heads(share: Share) -> list[Piece]:
         share.parallelism.head_parts,
     )
     vocabulary, whole = shape.vocabulary / tp / parts, share.message_bytes
+    unaligned = not share.run.padded and shape.vocabulary % 8 > 0
     logits = share.tokens * vocabulary
     part = Piece(
         kind="head",
@@ -77,7 +78,9 @@ def _heads(share: Share) -> list[Piece]:
         saved=(Saved("head input", whole, None, operand=True), Saved("logits", FP32 * logits, None)),
         gradients=value_bytes * logits,
         work=Work(
-            matmuls=(Matmul(share.tokens, vocabulary, shape.embedding_width or shape.hidden, wide=True),),
+            matmuls=(
+                Matmul(share.tokens, vocabulary, shape.embedding_width or shape.hidden, wide=True, unaligned=unaligned),
+            ),
             traffic=(value_bytes + LOSS * FP32) * logits,
             passes=LOSS,
             sent=share.reduced,
@@ -195,8 +198,11 @@ def _experts(share: Share) -> Piece:
     outputs = value_bytes * sent * (shape.up_matrices * shape.expert_ffn / etp + hidden)
     biased = BIASES * outputs if shape.all_vectors.expert else 0.0
     activated = value_bytes * shape.shared_ffn * share.tokens / tp if whole_kernel else middle
-    copies = shape.experts_per_token if share.run.dispatch == "once" else 0
-    over_experts = Collective("experts", 2 * sent_bytes * (1 - 1 / ep) / etp, 2 * (ep - 1), copies)
+    copies, groups = shape.experts_per_token, shape.expert_groups
+    routing = Routing(shape.experts, copies, groups, min(copies, shape.groups_per_token))
+    over_experts = Collective(
+        "experts", 2 * sent_bytes * (1 - 1 / ep) / etp, 2, routing if share.run.dispatch == "once" else None
+    )
     return Piece(
         kind="expert",
         weights=shape.hidden * (shape.experts + shape.shared_ffn * matrices / tp + 2 * latent)

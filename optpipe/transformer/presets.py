@@ -33,7 +33,7 @@ MODELS = {
 }
 
 _SHEETS = read_data("gpus.json")
-# What 60 of vTrain's iterations say of Megatron-LM of 2022 on A100, by `optpipe calibrate --gpu A100-800G --from`.
+# What 113 of vTrain's iterations say of Megatron-LM of 2022 on A100, by `optpipe calibrate --gpu A100-800G --from`.
 _SHEETS["A100-megatron"] = _SHEETS["A100-800G"] | read_data("a100_megatron.json") | _SHEETS["A100-megatron"]
 GPUS = {name: Gpu.from_dict({"name": name} | sheet, name) for name, sheet in _SHEETS.items()}
 

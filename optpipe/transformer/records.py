@@ -82,9 +82,10 @@ class Transformer(Document):
     """The shape of a transformer.
 
     `query_groups` are the heads of keys and values, by default as many as `heads`; `head_size` is `hidden / heads` by
-    default. A gated MLP has three matrices, others two. With `experts`, layer i has them if `i >= dense_layers` and
-    `i + 1` is a multiple of `expert_every`; other layers have an MLP of width `ffn`. `shared_ffn` is the width of the
-    expert that every token passes. `sequence` is the length in training, None if unknown.
+    default. A gated MLP has three matrices, others two. With `experts`, layer i has them if `i >= dense_layers` and `i
+    + 1` is a multiple of `expert_every`; other layers have an MLP of width `ffn`. `shared_ffn` is the width of the
+    expert that every token passes. A token's experts are in `groups_per_token` of `expert_groups`. `sequence` is the
+    length in training, None if unknown.
 
     Without `vectors` each layer has two norms and the head one, and nothing has biases. An embedding of another width
     than `hidden` has a projection to it, and the head one back. With a `window` a query attends to so many tokens, the
@@ -136,6 +137,8 @@ class Transformer(Document):
     dense_layers: Count = 0
     expert_every: Size = 1
     expert_latent: Count = 0
+    expert_groups: Size = 1
+    groups_per_token: Size = 1
     attention_gate: bool = False
     state_space: StateSpace | None = None
     parts: Annotated[Items[Parts], BeforeValidator(_words), Field(max_length=4000)] = ()
@@ -154,6 +157,11 @@ class Transformer(Document):
             raise ValueError(f"experts = {self.experts}: needs expert_ffn, and experts_per_token of at most as many")
         if not self.experts and (self.experts_per_token or self.expert_ffn or self.shared_ffn or self.expert_latent):
             raise ValueError("experts = 0: then experts_per_token, expert_ffn, shared_ffn and expert_latent are 0, too")
+        if self.experts % self.expert_groups or self.groups_per_token > self.expert_groups:
+            raise ValueError(
+                f"expert_groups = {self.expert_groups}: must divide experts = {self.experts}, and be at least "
+                f"groups_per_token = {self.groups_per_token}"
+            )
         if self.kv_latent and self.attention_gate:
             raise ValueError(f"attention_gate = true: expected false with kv_latent = {self.kv_latent}")
         if self.full_layers and not (self.window and max(self.full_layers) < self.layers):
@@ -381,6 +389,7 @@ class Run(RunOptions):
 
     microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
     host_memory_bytes: Bytes | None = None  # of each GPU; those of a node share it
+    padded: bool = True  # the head's vocabulary, to a multiple of 8 at least, as Megatron-LM does
     keep_received: bool = False  # buffers for messages of all micro-batches, as PyTorch's pipelining up to 2.13 does
 
     @property

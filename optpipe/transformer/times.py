@@ -25,6 +25,7 @@ MS, US = 1000, 1e-3  # ms of a second and of a microsecond
 SCORES_BACKWARD = {"flash": 2.5, "unfused": 2.0}
 TRAFFIC_BACKWARD = 2  # F reads x and writes y, B reads x and dy and writes dx, and norms read both once more
 OPERAND_BYTES: dict[Precision, float] = {"bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "fp32": 4}
+UNALIGNED = 1.5  # times as long: heads of 50257 words in vTrain's rows; Netflix (2026) has 3 in all of such a head
 ROUNDED_TWICE = 2  # along rows for one matmul, along columns for the other one of the two that a tensor is in
 HIDDEN = (
     0.5  # of collectives that a stack sends beside matmuls, of 0, 0.5 and 1 - 1/tp the best for measured iterations
@@ -122,18 +123,16 @@ class Links:
     def exchange_ms(self, sent: Collective, ranks: int, stride: int) -> float:
         """Time of an all-to-all in which each of some ranks sends the same to each other rank.
 
-        What goes to other nodes leaves by the rank's own network card, while the rest takes links. With `copies` links
+        What goes to other nodes leaves by the rank's own network card, while the rest takes links. With `routing` links
         also spread what came for several GPUs of the node.
         """
         gpu = self.gpu
         near = min(ranks, max(1, gpu.gpus_per_node // stride))
         away = sent.bytes * (ranks - near) / (ranks - 1)
         inside = sent.bytes - away
-        if sent.copies:  # each to one of n others at random: n(1 - (1 - 1/n)^k) of them get one
-            single = sent.bytes / (1 - 1 / ranks) / sent.copies
-            nodes = ranks / near
-            inside = single * (ranks - 1) * (1 - (1 - 1 / ranks) ** sent.copies)
-            away = single * (nodes - 1) * (1 - (1 - 1 / nodes) ** sent.copies)
+        if routing := sent.routing:
+            single = sent.bytes / (1 - 1 / ranks) / routing.copies
+            inside, away = (single * (parts - 1) * routing.reached(parts) for parts in (ranks, ranks / near))
         over_links_s = inside / (gpu.link_bytes_per_s * gpu.link_fraction)
         over_network_s = away / (gpu.network_bytes_per_s * gpu.network_fraction)
         return max(over_links_s, over_network_s) * MS + sent.steps * gpu.link_us * US
@@ -224,21 +223,24 @@ class Clock:
                 }
                 before = kept
 
-    def forward(self, piece: Piece) -> Times:
+    def forward(self, piece: Piece, gathers: bool = True) -> Times:
+        """With `gathers` ZeRO 3 gathers the weights."""
         work = piece.work
         flash = self._flash(work)
-        launched = work.launches + len(work.products) + work.passes + len(work.sent) + bool(flash)
+        launched = self._launches(work.matmuls) + len(work.products) + work.passes + len(work.sent) + bool(flash)
         attention = self._products_ms(work.products) + flash + self.flash_ms(SCAN_SLOWER * work.scans)
         matmuls = self._matmuls_ms(work.matmuls)
         rounded = self._rounded_ms(work, lambda each: each.copies * each.rows * each.depth)
         computed = self._overlapped(matmuls, attention, self.pass_ms(work.traffic) + rounded, launched)
-        return computed._replace(messages=self._sent_ms(work, matmuls) + self._gathered(piece))
+        return computed._replace(
+            messages=self._sent_ms(work.sent, self._gathering_ms(piece) if gathers else 0.0, matmuls)
+        )
 
     def backward_input(self, piece: Piece) -> Times:
         """A matmul's input gradient is one matmul of the same operations; keys and values come around again."""
         work = piece.work
         products = [each for one in work.products for each in (one.input_gradient, one.weight_gradient)]
-        launched = work.launches + len(products) + work.passes + len(work.sent) + bool(self._flash(work))
+        launched = self._launches(work.matmuls) + len(products) + work.passes + len(work.sent) + bool(self._flash(work))
         matmuls = self._matmuls_ms(each.input_gradient for each in work.matmuls)
         computed = self._overlapped(
             matmuls,
@@ -248,9 +250,8 @@ class Clock:
             launched,
         )
         return computed._replace(
-            messages=self._sent_ms(work, matmuls)
-            + self.links.collectives_ms(work.sent, "context")
-            + self._gathered(piece),
+            messages=self._sent_ms(work.sent, self._gathering_ms(piece), matmuls)
+            + self.links.collectives_ms(work.sent, "context"),
             recomputing=self._again_ms(piece, self.run.recompute),
         )
 
@@ -264,9 +265,8 @@ class Clock:
         own = [each.weight_gradient for each in piece.work.matmuls if not each.frozen]
         matmuls = self._matmuls_ms(own)
         reduced = self.run.gradient_bytes if self.parallelism.zero >= 2 else 0
-        launched = sum(each.copies for each in own)
-        return self._overlapped(matmuls, 0.0, max(0.0, sums - matmuls), launched)._replace(
-            messages=self._beside(self.links.replicas_ms(reduced, trained, experts), matmuls)
+        return self._overlapped(matmuls, 0.0, max(0.0, sums - matmuls), self._launches(own))._replace(
+            messages=self._sent_ms((), self.links.replicas_ms(reduced, trained, experts), matmuls)
         )
 
     def all_ops(self, piece: Piece) -> Times:
@@ -280,7 +280,7 @@ class Clock:
         the fraction is reached. Grouped matmuls, each of other weights, take both in turn: their tiles are few.
         """
         gpu, precision = self.gpu, precision or self.run.precision
-        speed = self.peak(precision) * gpu.fraction(precision)
+        speed = self.peak(precision) * gpu.fraction(precision) / (UNALIGNED if matmul.unaligned else 1)
         computing = matmul.operations * (1 + gpu.matmul_depth / matmul.depth) / speed * MS
         moving = self.pass_ms(OPERAND_BYTES[precision] * matmul.operands + self.run.value_bytes * matmul.outputs)
         return computing + moving if grouped else max(computing, moving)
@@ -306,11 +306,11 @@ class Clock:
     def optimizer_ms(self, weights: float) -> float:
         """Time of an optimizer's step for so many weights of this GPU.
 
-        Gradients are read for their norm, read and written by clipping, read by the update, and zeroed; the state is
-        read and written, new weights are written.
+        Gradients are read for their norm and by the update, and zeroed; the state is read and written, new weights are
+        written. A norm that is small enough clips nothing.
         """
         run = self.run
-        return self.pass_ms((5 * run.gradient_bytes + 2 * run.state_bytes + run.value_bytes) * weights)
+        return self.pass_ms((3 * run.gradient_bytes + 2 * run.state_bytes + run.value_bytes) * weights)
 
     def peak(self, precision: Precision) -> float:
         """The GPU's peak at this precision. Raises InputError if it has none."""
@@ -334,6 +334,10 @@ class Clock:
             for each in matmuls
         )
 
+    def _launches(self, matmuls: Iterable[Matmul]) -> float:
+        """How many kernels of matmuls with weights the host launches: of experts one each, unless they are fused."""
+        return sum(1 if self.run.fused_experts else each.copies for each in matmuls)
+
     def _rounded_ms(self, work: Work, count: Callable[[Matmul], float]) -> float:
         """How long it takes to read such numbers of matmuls' inputs and to write them with fewer bits.
 
@@ -345,12 +349,12 @@ class Clock:
         numbers = sum(count(each) * (half if each.copies > 1 else 1.0) for each in work.matmuls if not each.wide)
         return self.pass_ms((self.run.value_bytes + ROUNDED_TWICE * narrow) * numbers)
 
-    def _sent_ms(self, work: Work, matmuls_ms: float) -> float:
-        """The collectives of an op, without what its matmuls hide of those over tensor-parallel ranks."""
-        sent = self.links.collectives_ms(work.sent)
-        if self.run.overlap in ("none", "replicas"):
-            return sent
-        return sent - min(HIDDEN * self.links.collectives_ms(work.sent, "tensor"), matmuls_ms)
+    def _sent_ms(self, sent: tuple[Collective, ...], replicas_ms: float, matmuls_ms: float) -> float:
+        """The collectives of an op within its stage and over replicas, without what its matmuls hide of them."""
+        overlap = self.run.overlap
+        tensor_ms = self.links.collectives_ms(sent, "tensor") if overlap in ("all", "experts") else 0.0
+        hidden = HIDDEN * (tensor_ms + (replicas_ms if overlap != "none" else 0.0))
+        return self.links.collectives_ms(sent) + replicas_ms - min(hidden, matmuls_ms)
 
     def _overlapped(self, matmuls: float, attention: float, passes: float, launched: float) -> Times:
         """The time of kernels while the host launches so many."""
@@ -367,16 +371,11 @@ class Clock:
             return 0.0
         level, work = LEVELS.index(recompute), piece.work
         if recompute == "full":
-            return self.forward(piece).ms - self._gathered(piece)  # B has gathered the weights
+            return self.forward(piece, gathers=False).ms  # B has gathered the weights
         products = self._products_ms(work.products) if level >= LEVELS.index("selective") else 0.0
         return products + (self.pass_ms(work.again) if level >= LEVELS.index("cheap") else 0.0)
 
-    def _gathered(self, piece: Piece) -> float:
+    def _gathering_ms(self, piece: Piece) -> float:
         """With ZeRO 3 the weights are gathered whenever they are used."""
         values = self.run.value_bytes if self.parallelism.zero >= 3 else 0
-        gathering = self.links.replicas_ms(values, piece.weights, piece.expert_weights)
-        return self._beside(gathering, self._matmuls_ms(piece.work.matmuls))
-
-    def _beside(self, sent_ms: float, matmuls_ms: float) -> float:
-        """What is left of collectives over replicas that matmuls may hide."""
-        return sent_ms - min(HIDDEN * sent_ms, matmuls_ms) if self.run.overlap != "none" else sent_ms
+        return self.links.replicas_ms(values, piece.weights, piece.expert_weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
@@ -23,7 +24,8 @@ LEVELS: tuple[Recompute, ...] = ("none", "selective", "cheap", "full")  # each c
 class Matmul(NamedTuple):
     """`copies` matmuls in one kernel, each of a matrix of `rows` × `depth` and one of `depth` × `columns`.
 
-    `wide` ones have 16 bits where others have fewer; the weights of `frozen` ones are not trained.
+    `wide` ones have 16 bits where others have fewer; the weights of `frozen` ones are not trained; `unaligned` ones
+    have a width that is no multiple of 8.
     """
 
     rows: float
@@ -32,6 +34,7 @@ class Matmul(NamedTuple):
     copies: float = 1
     wide: bool = False
     frozen: bool = False
+    unaligned: bool = False
 
     @property
     def operations(self) -> float:
@@ -56,17 +59,37 @@ class Matmul(NamedTuple):
         return self._replace(rows=self.depth, depth=self.rows)
 
 
+class Routing(NamedTuple):
+    """Each token goes to `copies` of `experts`, of `chosen` of their `groups` as many each (DeepSeek-V3, 2.1.2)."""
+
+    experts: int
+    copies: int
+    groups: int
+    chosen: int
+
+    def reached(self, parts: float) -> float:
+        """The share of so many equal parts of all experts in which a token has at least one."""
+        if parts <= self.groups:
+            return _hit(parts, self.groups, self.chosen)
+        inside = _hit(parts / self.groups, self.experts / self.groups, self.copies / self.chosen)
+        return self.chosen / self.groups * inside
+
+
+def _hit(parts: float, of: float, chosen: float) -> float:
+    """The probability that one of `parts` of `of` has some of those that are chosen, none of them twice."""
+    return 1 - prod(max(0.0, 1 - of / parts / (of - i)) for i in range(ceil(chosen)))
+
+
 class Collective(NamedTuple):
     """What a GPU sends to the other GPUs that work on the same stage, along one dimension of parallelism.
 
-    Of `copies` of a token to experts those for one GPU are sent once, and those for one node cross the network once; 0:
-    each is sent.
+    With `routing` a token's copies for experts of one GPU are sent once, and those for one node cross the network once.
     """
 
     over: Literal["tensor", "context", "experts"]
     bytes: float
     steps: int  # one after the other
-    copies: int = 0
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -90,11 +113,6 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
-
-    @property
-    def launches(self) -> float:
-        """How many kernels of matmuls with weights the host launches: of grouped ones one for each expert."""
-        return sum(each.copies for each in self.matmuls)
 
     @property
     def matmul(self) -> float:

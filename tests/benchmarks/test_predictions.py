@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -28,9 +29,10 @@ System,#-GPUs,Precision,GBS,MBS,Sequence Length,TP,PP,CP,VP,EP,Tokens / sec / GP
 26.06,Model: LLAMA3_70B,DGX-H100,64,FP9,256,1,8192,4,8,1,5,n/a,1600,,0,
 """
 SIMUMAX = """case,gpu,gpus,model,layers,sequence,microbatch_size,microbatches,tp,cp,ep,pp,dp,precision,step_ms,\
-peak_allocated_mib_by_rank
-a,B200,8,llama3-70b,12,4096,1,4,1,1,1,2,4,bf16,800,60000 60000 60000 60000 50000 50000 50000 50000
-b,B200,8,deepseekv2,4,4096,1,4,1,1,4,2,4,bf16,280,1 1 1 1 1 1 1 1
+peak_allocated_mib_by_rank,peak_reserved_mib_by_rank
+a,B200,8,llama3-70b,12,4096,1,4,1,1,1,2,4,bf16,800,60000 60000 60000 60000 50000 50000 50000 50000,\
+62000 62000 62000 62000 52000 52000 52000 52000
+b,B200,8,deepseekv2,4,4096,1,4,1,1,4,2,4,bf16,280,1 1 1 1 1 1 1 1,1 1 1 1 1 1 1 1
 """
 MLPERF = """round,system,run,config,\
 submission_platform,global_batch_size,max_sequence_length,median_s,DGXNNODES,DGXNGPU,\
@@ -122,6 +124,9 @@ def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
     ranks = rows[2]["predicted_bytes"].split()
     assert len(ranks) == 8
     assert len(set(ranks[:4])) == len(set(ranks[4:])) == 1 != len(set(ranks))
+    reserved = [1.04 * float(ranks[rank]) / 2**20 / mib - 1 for rank, mib in ((0, 62000), (7, 52000))]
+    shown = next(line for line in ended.out.splitlines() if line.startswith("| SimuMax, Blackwell, dense"))
+    assert shown.endswith(f"| {mean(map(abs, reserved)):.1%} |")
 
 
 def test_a_folder_without_tables_is_refused(bench, tmp_path: Path):

@@ -134,7 +134,7 @@ def test_ops_of_a_measured_problem_tell_of_the_gpu():
 def kernels_of(gpu: Gpu, peak: float = 2.25e15) -> str:
     """What SimuMax would write of such a GPU: of each kernel the fraction of the peak that it reaches."""
     clock, reached = Clock(gpu, Parallelism(), Run(microbatches=1)), 0.9 * gpu.memory_bytes_per_s / 1e9
-    ops: dict[str, dict[str, float]] = {"matmul": {}, "group_matmul": {}, "sdp_fwd": {}}
+    ops: dict[str, dict[str, float]] = {"matmul": {}, "group_matmul": {}, "sdp_fwd": {}, "sdp_bwd": {}}
     for m, k, n in ((4096, 8192, 10240), (4096, 512, 8192), (2048, 2048, 28672)):
         ms = clock.matmul_ms(Matmul(m, n, k))
         ops["matmul"][f"b=1, m={m}, k={k}, n={n}, layout=TN"] = 2e3 * m * n * k / peak / ms
@@ -148,18 +148,22 @@ def kernels_of(gpu: Gpu, peak: float = 2.25e15) -> str:
         ops["group_matmul"][name] = 2e3 * 64 * 128 * 4096 * 7168 / peak / ms
     operations = 4 * 4096**2 * 64 * 128
     name = "batch=1, seq_len=4096, head_num=64, kv_head_num=8, qk_head_dim=128, v_head_dim=128"
-    ops["sdp_fwd"][name] = 1000 * operations / peak / clock.flash_ms(operations / 2)
+    ops["sdp_fwd"][name] = ops["sdp_bwd"][name] = 1000 * operations / peak / clock.flash_ms(operations / 2)
     bandwidth = {"gbps": reached, "efficient_factor": gpu.memory_fraction / 0.9}
     form = {op: {"tflops": peak / 1e12, "accurate_efficient_factor": each} for op, each in ops.items()}
-    return json.dumps({"accelerator": {"op": form, "bandwidth": {"default": bandwidth}}})
+    rings = {"all_reduce": {"efficient_factor": gpu.link_fraction}, "p2p": {"scale": 1}}
+    inside = {"bandwidth": {"gbps": gpu.link_bytes_per_s / 1e9}, "op": rings}
+    machine = {"accelerator": {"op": form, "bandwidth": {"default": bandwidth}}}
+    return json.dumps(machine | {"networks": {"intra_with_pcie": False, "high_intra_node": inside}})
 
 
 def test_hidden_parameters_are_learned_from_kernels_by_shape():
     hidden = {"matmul_fraction": 0.6, "matmul_depth": 300.0, "attention_fraction": 0.5, "memory_fraction": 0.8}
+    hidden["link_fraction"] = 0.7
     learned = calibrate(GPUS["B200"], read_kernels(kernels_of(GPUS["B200"].model_copy(update=hidden))))
     for name, value in hidden.items():
         assert getattr(learned, name) == pytest.approx(value, rel=0.02)
-    assert learned.link_fraction == GPUS["B200"].link_fraction
+    assert learned.network_fraction == GPUS["B200"].network_fraction
 
 
 @pytest.mark.parametrize(
@@ -170,6 +174,8 @@ def test_hidden_parameters_are_learned_from_kernels_by_shape():
         ("m=4096", "m=x"),
         ("stage=fwd", "stage=up"),
         ("tflops", "flops"),
+        ("sdp_bwd", "bwd"),
+        ('"all_reduce": {', '"all_reduce": [{}], "x": {'),
         (": 0.", ": -0."),
     ],
 )

@@ -153,7 +153,8 @@ def test_adapters_alone_have_gradients_and_an_optimizer(rank, tp):
     assert adapted.devices[0].gradients == pytest.approx(4 * trained, abs=4)
     assert adapted.devices[0].optimizer == pytest.approx(12 * trained, abs=12)
     assert adapted.devices[0].weights == pytest.approx(whole.devices[0].weights + 2 * trained, abs=4)
-    assert adapted.layers[1].backward_weight_ms < whole.layers[1].backward_weight_ms
+    kernels = [each.clock.backward_weight(each.pieces[1])._replace(host=0.0).ms for each in (adapted, whole)]
+    assert kernels[0] < kernels[1]  # to launch more of them may take longer
     assert adapted.layers[1].backward_input_ms > whole.layers[1].backward_input_ms
     assert (adapted.layers[-1].backward_weight_ms, adapted.layers[-1].saved_for_weight_bytes) == (0, 0)
     one, other = (sum(each.work.matmul for each in e.pieces) for e in (whole, adapted))

@@ -1,7 +1,8 @@
 """The cost model: the papers' formulas, what parallelism divides, presets, and problems that can be solved."""
 
+from collections import Counter
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from statistics import mean
 from typing import Any
 
@@ -15,7 +16,7 @@ from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run, Transformer
 from optpipe.transformer.times import Times
-from optpipe.transformer.work import Collective, Matmul, Piece
+from optpipe.transformer.work import Collective, Matmul, Piece, Routing
 from optpipe_solver import systems
 
 
@@ -176,20 +177,42 @@ def test_tokens_for_experts_on_other_nodes_leave_by_the_card_of_their_gpu():
     assert links.exchange_ms(sent._replace(steps=7), 8, 1) == pytest.approx(15e12 / link + 7 * gpu.link_us / 1000)
 
 
-@pytest.mark.parametrize(("nodes", "near", "copies"), [(2, 2, 3), (1, 4, 2), (4, 1, 3)])
-def test_a_token_is_sent_once_to_each_gpu_and_crosses_the_network_once_for_each_node(nodes, near, copies):
-    """The mean over all ways in which a token's copies may be spread; of GPU 0, whose own are not sent."""
+@pytest.mark.parametrize(
+    ("nodes", "near", "experts", "copies", "groups", "chosen"),
+    [(2, 2, 4, 3, 1, 1), (1, 4, 8, 2, 1, 1), (4, 1, 8, 3, 1, 1), (4, 1, 8, 2, 4, 2), (2, 2, 8, 3, 4, 3)],
+)
+def test_a_token_is_sent_once_to_each_gpu_and_crosses_the_network_once_for_each_node(
+    nodes, near, experts, copies, groups, chosen
+):
+    """The mean over all ways in which a token's experts may be chosen, of groups as many each; of GPU 0, whose own are
+    not sent."""
     ranks, gpu = nodes * near, GPUS["A100"].model_copy(update={"gpus_per_node": near, "link_us": 0.0})
     links = replace(made(gpu="A100").clock.links, gpu=gpu)
-    ways = [set(way) for way in product(range(ranks), repeat=copies)]
+
+    def is_way(way: tuple[int, ...]) -> bool:
+        of_group = Counter(expert * groups // experts for expert in way)
+        return groups == 1 or (len(of_group) == chosen and len(set(of_group.values())) == 1)
+
+    ways = [{e * ranks // experts for e in way} for way in combinations(range(experts), copies) if is_way(way)]
     to_gpus = mean(len(way - {0}) for way in ways)
     to_nodes = mean(len({rank // near for rank in way} - {0}) for way in ways)
     token = 1e9  # bytes of a single copy
     every = Collective("experts", token * copies * (1 - 1 / ranks), 0)
     card, link = gpu.network_bytes_per_s * gpu.network_fraction, gpu.link_bytes_per_s * gpu.link_fraction
-    once = links.exchange_ms(every._replace(copies=copies), ranks, 1)
+    once = links.exchange_ms(every._replace(routing=Routing(experts, copies, groups, chosen)), ranks, 1)
     assert once == pytest.approx(1000 * token * max(to_gpus / link, to_nodes / card))
-    assert once < links.exchange_ms(every, ranks, 1)
+    assert once <= links.exchange_ms(every, ranks, 1) * (1 + 1e-9)
+
+
+def test_a_token_of_deepseek_v3_reaches_the_experts_of_four_nodes():
+    """8 groups of experts on 8 nodes, of which a token takes 4; an exchange of all ranks has one latency."""
+    (sent,) = (each for each in made(MODELS["deepseek-v3"], {"dp": 64, "ep": 64}, dispatch="once").pieces[-2].work.sent)
+    assert sent.routing
+    assert sent.routing.reached(8) == 0.5
+    assert Routing(256, 8, 1, 1).reached(8) > 0.65
+    assert sent.steps == 2
+    with pytest.raises(InputError, match=r"expert_groups = 7: must divide experts = 256"):
+        Transformer.from_dict(MODELS["deepseek-v3"].model_dump() | {"expert_groups": 7}, "shape")
 
 
 def test_weights_are_gathered_once_for_a_backward_that_recomputes():
@@ -290,6 +313,31 @@ def test_pairs_hide_all_to_all_of_experts():
     assert made(EXPERTS, {"pp": 2}, overlap="experts").problem.overlap_factor is None
     with pytest.raises(InputError, match=r"^overlap = experts: expected none, replicas or all, as the model has no"):
         made(GPT, overlap="experts")
+
+
+@given(
+    st.sampled_from([1, 2, 8]),
+    st.integers(0, 3),
+    st.sampled_from(["none", "replicas", "all"]),
+    st.floats(0, 1e4),
+    st.floats(1e-3, 1),
+)
+def test_no_op_hides_more_than_half_of_what_it_sends_or_longer_than_its_matmuls(tp, zero, overlap, link_us, fraction):
+    """Of tensor parallelism, reductions and gathers together; after the schedule no longer than a micro-batch."""
+    gpu = GPUS["H100"].model_copy(update={"link_us": link_us, "link_fraction": fraction})
+    plain, hidden = (
+        estimate(GPT, Parallelism(tp=tp, dp=4, zero=zero), gpu, Run(microbatches=1, overlap=each))
+        for each in ("none", overlap)
+    )
+    for piece in plain.pieces:
+        for op in ("forward", "backward_input", "backward_weight"):
+            before, after = (getattr(each.clock, op)(piece) for each in (plain, hidden))
+            saved = before.messages - after.messages
+            most = before.messages / 2 if overlap == "all" or (overlap == "replicas" and zero >= 2) else 0.0
+            assert -1e-9 <= saved <= min(most, before.matmuls) + 1e-9 * before.messages
+            assert before._replace(messages=0.0) == after._replace(messages=0.0)
+    saved = plain.after_ms - hidden.after_ms
+    assert 0 <= saved <= (min(hidden.busy_ms) if overlap != "none" else 0.0) + 1e-9 * plain.after_ms
 
 
 def test_an_op_takes_as_long_as_its_kernels_or_as_launching_them():
