@@ -101,6 +101,9 @@ MEMORY_BOUND_PASSES = 4_096  # of unequal micro-batches through stages; with mor
 WEIGHT_STEPS = 40  # steps from none to all of the weight of memory, link and compute
 MEASURES = 12  # dual feasible functions that are tried
 MEASURE_STAGES = 256  # stages of a device up to which more than one function is tried
+RAMP_MOMENTS = 25  # after the start, and before the end, at which `ramp_bound` looks
+RAMP_PRICES = 32  # of a byte that are tried for each class of micro-batches
+RELAX_HORIZONS = 0.4, 0.6, 0.8, 1.0, 1.2  # of a micro-batch's way there and back: how far ahead `relax` looks
 RELIEF_STATES = 20_000  # of the search for the least memory, looked at for one stage; equal stages need a handful
 
 

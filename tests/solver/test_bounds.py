@@ -20,6 +20,7 @@ from optpipe.evaluate.objective import Objective, length_ms
 from optpipe_solver.bounds import deferral_bound, lower_bound, memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import Relief, host_shares, infeasibility, least_memory, reliefs
 from optpipe_solver.bounds.problem_facts import one_level
+from optpipe_solver.bounds.ramp import ramp_bound
 from optpipe_solver.heuristics import STREAMS
 
 
@@ -186,6 +187,20 @@ def test_the_memory_bound_is_bytes_times_ms():
     countless = problems.pipeline(2, 4, 2**53, problems.stage((1e-9, 1e9, 1.0), (1, 1)))
     for ample in (pipeline(4, 8, (10.0, 10.0, 10.0), 0.0, memory=1000), countless):
         assert memory_bound(ample) == pytest.approx(trivial_bound(ample))
+
+
+def test_until_a_backward_frees_memory_it_limits_what_a_device_computes():
+    """A V on two devices with memory for two activations. Device 1 runs two forwards, and waits until 50 ms, when its
+    first backward can begin. W holds nothing, so that all can wait until the end."""
+    stages = [problems.stage((10, 10, 10), (1, 0), device=d) for d in (0, 1, 1, 0)]
+    v = problems.pipeline(2, 8, 2, stages)
+    assert (trivial_bound(v), memory_bound(v), ramp_bound(v)) == (8 * 60 + 10, 8 * 60 + 10, 8 * 60 + 30)
+
+
+def test_before_the_end_memory_limits_what_is_left_to_compute():
+    """The same without W: of the last 50 ms device 1 computes for two backwards alone."""
+    stages = [problems.stage((10, 10, 0), (1, 0), device=d) for d in (0, 1, 1, 0)]
+    assert ramp_bound(problems.pipeline(2, 8, 2, stages)) == pytest.approx(8 * 40 + 30 + 30)
 
 
 def test_memory_limits_how_many_weight_gradients_wait_for_the_last_input_gradient():

@@ -108,10 +108,7 @@ def no_partition_fits(problem: Problem) -> str | None:
         if held[largest].peak > max(memory):
             needed, most = distinct_sizes(held[largest].peak, max(memory))
             return f"layers[{largest}] needs {needed} and no device has more than {most}"
-        stays = 0  # bytes on the devices between forward and backward, at least
-        for layer, each in zip(layers, held, strict=True):
-            left = each.stays - sum(each.parts) if layer.can_offload else each.stays
-            stays += min([left, *(level.checkpoint - sum(level.parts) for level in each.levels)])
+        stays = sum(each.least(layer.can_offload) for layer, each in zip(layers, held, strict=True))
         if stays > sum(memory):
             which = f"micro-batch {j}" if _differ(layers) else "one micro-batch"
             needed, whole = distinct_sizes(stays, sum(memory))

@@ -20,13 +20,14 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import tuning
 from optpipe_solver.bounds.problem_facts import Pass, Paths, StageBytes, shortest_paths, stage_bytes
+from optpipe_solver.bounds.ramp import ramp_bound
 
 MEMORY, LINK, COMPUTE = range(3)  # columns of what a choice costs
 
 
 def lower_bound(problem: Problem, objective: Objective = "makespan") -> float:
-    """Return the best bound in ms that needs no search, of `trivial_bound` and `memory_bound`."""
-    return max(trivial_bound(problem, objective), memory_bound(problem, objective))
+    """Return the best bound in ms that needs no search, of `trivial_bound`, `memory_bound` and `ramp_bound`."""
+    return max(bound(problem, objective) for bound in (trivial_bound, memory_bound, ramp_bound))
 
 
 class _Ops(NamedTuple):

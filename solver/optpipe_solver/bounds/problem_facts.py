@@ -150,6 +150,11 @@ class StageBytes(NamedTuple):
     parts: list[int]  # of each part that can leave, if it is not recomputed
     levels: list[LevelBytes]
 
+    def least(self, can_offload: bool) -> int:
+        """Between F and the backward, at least: what can leave has left, or is to be recomputed."""
+        kept = self.stays - (sum(self.parts) if can_offload else 0)
+        return min([kept, *(level.checkpoint - sum(level.parts) for level in self.levels)])
+
 
 def stage_bytes(problem: Problem, microbatch: int) -> list[StageBytes]:
     """Return (S,) the bytes of a micro-batch's activation of each stage."""

@@ -13,10 +13,10 @@ import numpy as np
 from optpipe.evaluate.jit import compiled, compiled_part
 from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import Flags, Floats, Ints
-from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe_solver.bounds.length import Measure, measures
-from optpipe_solver.bounds.problem_facts import StageBytes, shortest_paths, shortest_times, stage_bytes
+from optpipe_solver import tuning
+from optpipe_solver.bounds.problem_facts import shortest_paths, stage_bytes
+from optpipe_solver.bounds.ramp import Steps, done_by, idle_before_end, steps_on
 from optpipe_solver.relax.states import (
     HEAPED,
     IS_COMPLETE,
@@ -56,18 +56,6 @@ class StepBytes(NamedTuple):
     beside: Ints  # (2c,) by a step while it runs, beside what its micro-batch holds after it
 
 
-class StepFractions(NamedTuple):
-    """Fractions of the budget, by several measures (dual feasible functions). Memory over time is in ms: 1 ms is the
-    whole budget for 1 ms."""
-
-    between: Floats  # (measures, 2c + 1) that a micro-batch holds before each step, and after the last
-    # (measures, 2c + 1) memory over time of a micro-batch from the start of each step on; weight gradients count while
-    # they run, not while they wait.
-    area: Floats
-    weight: Floats  # (measures, groups) that a weight gradient holds while it runs
-    most: Floats  # (measures,) the most that one activation holds up to the end of its input gradient
-
-
 class SeveralStages(NamedTuple):
     """A device that each micro-batch passes on c stages. A micro-batch has 2c ops here, its steps: forwards on the way
     there, input gradients on the way back."""
@@ -76,89 +64,52 @@ class SeveralStages(NamedTuple):
     step_ms: Floats  # (2c,) of each step
     gap_ms: Floats  # (2c,) from the end of each step to the start of the next at least; after the last one to the end
     rest_ms: Floats  # (2c,) from the start of each step to the end at least
-    work_ms: Floats  # (2c,) of a micro-batch's steps from this one on
-    shortest_backward_ms: float
+    done_ms: Floats  # (2c + 1,) of a micro-batch's steps before each, and the weight gradients that follow these
+    before_end: Floats  # (n, 2) ms before the end, and how long compute is idle from then on
+    horizons: Floats  # (n, 2) ms from now on, and the price of a byte then, in ms
     weights: WeightGradients
     memory: StepBytes
-    fractions: StepFractions
-
-
-class _Group(NamedTuple):
-    """Equal weight gradients."""
-
-    ms: float  # of one
-    waiting_bytes: int  # of an activation that waits for it
-    running_bytes: int  # while it runs
 
 
 def several_stages_device(
     problem: Problem, j: int, stages: list[int], microbatches: int, objective: Objective
 ) -> SeveralStages:
     """Return the device that so many micro-batches, all like micro-batch j, pass on these stages in this order."""
-    c, paths, times, bytes_of = (
-        len(stages),
-        shortest_paths(problem),
-        shortest_times(problem, j),
-        stage_bytes(problem, j),
-    )
-    held = [bytes_of[s] for s in stages]
-    step_ms = np.array([*times[Kind.F, stages], *times[Kind.B, stages[::-1]]])
+    c, paths, bytes_of = len(stages), shortest_paths(problem), stage_bytes(problem, j)
+    held, d = [bytes_of[s] for s in stages], problem.stages[stages[0]].device
+    (steps,) = steps_on(problem, d, paths, objective)
+    budget = problem.devices[d].activation_budget_bytes
+    before_end = idle_before_end([steps], budget)
+    between = np.diff(steps.begins_ms) - steps.ms[:-1]
+    gap_ms = np.maximum(0.0, [*between, steps.to_end_ms[-1] - steps.ms[-1]])
 
-    # What a micro-batch that waits for nothing takes between the device's steps.
-    round_trip = np.array([paths.round_trip[j, s] for s in stages])  # from the start of its F to the end of its B
-    reaches = np.array([paths.reaches[j, s] for s in stages])  # until its F can start
-    there = np.diff(reaches) - step_ms[: c - 1]
-    turn = round_trip[-1] - step_ms[c - 1] - step_ms[c]
-    back = (-np.diff(round_trip) - np.diff(reaches))[::-1] - step_ms[c + 1 :]  # from the end of one B to the next one's
-    tail = paths.after[j, stages[0]] if objective == "makespan" else times[Kind.W, stages[0]]
-    gap_ms = np.maximum(0.0, [*there, turn, *back, tail])
-
-    gradients = [_Group(float(times[Kind.W, s]), bytes_of[s].waiting, bytes_of[s].weight) for s in stages]
-    groups = sorted({gradient for gradient in gradients if gradient.ms > 0.0})
-    group = [-1] * c + [groups.index(gradient) if gradient in groups else -1 for gradient in gradients[::-1]]
+    gradients = list(zip(steps.weight_ms.tolist(), [each.waiting for each in held[::-1]], strict=True))
+    groups = sorted({gradient for gradient in gradients if gradient[0] > 0.0})
+    group = [-1] * c + [groups.index(gradient) if gradient in groups else -1 for gradient in gradients]
     beside = [each.forward - each.stays for each in held] + [each.backward for each in held[::-1]]
-    budget = problem.devices[problem.stages[stages[0]].device].activation_budget_bytes
-    # (2c + 1, c) whether the activation of each stage is there before a step: from the end of its forward, step k, to
-    # the start of its backward, step 2c - 1 - k.
-    present = np.array([[k < step <= 2 * c - 1 - k for k in range(c)] for step in range(2 * c + 1)], dtype=np.int64)
     return SeveralStages(
         microbatches=microbatches,
-        step_ms=step_ms,
+        step_ms=steps.ms,
         gap_ms=gap_ms,
-        rest_ms=np.cumsum((step_ms + gap_ms)[::-1])[::-1],
-        work_ms=np.cumsum(step_ms[::-1])[::-1],
-        shortest_backward_ms=float(step_ms[c:].min()),
+        rest_ms=steps.to_end_ms,
+        done_ms=steps.done_ms,
+        before_end=before_end[: int(before_end[:, 1].argmax()) + 1],
+        horizons=_horizons(steps, budget),
         weights=WeightGradients(
-            ms=np.array([gradient.ms for gradient in groups]),
-            waiting_bytes=np.array([gradient.waiting_bytes for gradient in groups], dtype=np.int64),
+            ms=np.array([ms for ms, _ in groups]),
+            waiting_bytes=np.array([size for _, size in groups], dtype=np.int64),
             group=np.array(group, dtype=np.int64),
         ),
-        memory=StepBytes(budget, present @ np.array([each.stays for each in held]), np.array(beside, dtype=np.int64)),
-        fractions=_step_fractions(measures(budget, held), held, present, step_ms, gap_ms, groups, group),
+        memory=StepBytes(budget, steps.held, np.array(beside, dtype=np.int64)),
     )
 
 
-def _step_fractions(
-    each: list[Measure],
-    held: list[StageBytes],
-    present: Ints,
-    step_ms: Floats,
-    gap_ms: Floats,
-    groups: list[_Group],
-    group: list[int],
-) -> StepFractions:
-    """By each measure of sizes; the first one comes twice, at first as if a running W held nothing."""
-    rows = []
-    for number, measure in enumerate([each[0], *each]):
-        between = present @ [measure(stage.stays) for stage in held]
-        forward = [measure(stage.forward) - measure(stage.stays) for stage in held]
-        beside = np.array([*forward, *(measure(stage.backward) for stage in held[::-1])])
-        weight = np.array([measure(each.running_bytes) if number else 0.0 for each in groups])
-        step = step_ms * (beside + between[1:]) + gap_ms * between[1:]
-        step += [weight[g] * groups[g].ms if g >= 0 else 0.0 for g in group]
-        most = max(measure(max(stage.forward, stage.stays, stage.backward)) for stage in held)
-        rows.append((between, np.array([*np.cumsum(step[::-1])[::-1], 0.0]), weight, most))
-    return StepFractions(*map(np.array, zip(*rows, strict=True)))
+def _horizons(steps: Steps, budget: int) -> Floats:
+    """From any state on these are looked at, at the price that limits what can be done from the start."""
+    prices = np.array([0.0, *steps.prices])
+    first = steps._replace(begins_ms=steps.begins_ms - steps.begins_ms[0])
+    each_ms = np.array(tuning.RELAX_HORIZONS) * steps.to_end_ms[0]
+    return np.array([(ms, prices[done_by([first], budget, ms, prices).argmin()]) for ms in each_ms])
 
 
 class StepsState(NamedTuple):
@@ -318,50 +269,55 @@ def end_bound(state: StepsState, device: SeveralStages) -> float:
     end = now + (to_come - 1.0) * device.step_ms[0] + device.rest_ms[0] if to_come else now
     for i in range(int(state.row[UNDER_WAY])):
         end = max(end, state.microbatches[i, READY] + device.rest_ms[int(state.microbatches[i, STEP])])
-    steps_ms, weight_ms, backwards = _remaining(state, device)
-    end = max(end, now + steps_ms + weight_ms)
-    if backwards == 0.0:
-        return float(end)
-    end = max(end, now + steps_ms + device.gap_ms[-1])
-    for measure in range(len(device.fractions.between)):
-        end = max(end, now + _memory_needed(state, backwards, measure, device))
+    left_ms, last = _left(state, device), len(device.before_end) - 1
+    end = max(end, now + left_ms)
+    for k in range(last + 1):
+        if device.before_end[k, 0] <= left_ms:
+            end = max(end, now + left_ms + device.before_end[k, 1])
+    for k in range(len(device.horizons)):
+        until = device.horizons[k, 0]
+        if until <= left_ms:
+            idle = until - _most_work(state, device, until, device.horizons[k, 1])
+            end = max(end, now + left_ms + idle)
+            if until + device.before_end[last, 0] <= left_ms:
+                end = max(end, now + left_ms + idle + device.before_end[last, 1])
     return float(end)
 
 
 @compiled_part
-def _remaining(state: StepsState, device: SeveralStages) -> tuple[float, float, float]:
-    """ms of steps and of weight gradients that are left, and input gradients to start."""
-    steps, to_come, weights = len(device.step_ms), device.microbatches - state.row[STARTED], device.weights
-    half = steps // 2
-    steps_ms, weight_ms, backwards = to_come * device.work_ms[0], 0.0, to_come * half
+def _most_work(state: StepsState, device: SeveralStages, until: float, price: float) -> float:
+    """ms that can be computed in the next `until` ms at most, as in `ramp_bound`."""
+    work = price * device.memory.budget
+    for g in range(len(state.waiting)):
+        work += state.waiting[g] * device.weights.ms[g]
     for i in range(int(state.row[UNDER_WAY])):
-        step = int(state.microbatches[i, STEP])
-        steps_ms += device.work_ms[step]
-        backwards += steps - max(step, half)
-        for later in range(max(step, half), steps):
-            weight_ms += weights.ms[weights.group[later]] if weights.group[later] >= 0 else 0.0
-    for step in range(half, steps):
-        weight_ms += to_come * weights.ms[weights.group[step]] if weights.group[step] >= 0 else 0.0
-    for g in range(len(weights.ms)):
-        weight_ms += state.waiting[g] * weights.ms[g]
-    return steps_ms, weight_ms, backwards
+        ready_ms = state.microbatches[i, READY] - state.row[NOW]
+        work += _worth(int(state.microbatches[i, STEP]), ready_ms, device, until, price)
+    for i in range(int(device.microbatches - state.row[STARTED])):
+        if i * device.step_ms[0] >= until:
+            break
+        work += _worth(0, i * device.step_ms[0], device, until, price)
+    return work
 
 
 @compiled_part
-def _memory_needed(state: StepsState, backwards: float, measure: int, device: SeveralStages) -> float:
-    """ms of all the memory that are needed from now on, by this measure."""
-    now, fractions = state.row[NOW], device.fractions
-    area, weight_counts = (device.microbatches - state.row[STARTED]) * fractions.area[measure, 0], False
+def _worth(step: int, at: float, device: SeveralStages, until: float, price: float) -> float:
+    """The most that steps from this one on, which may start `at` ms from now, are worth: their ms less what is held."""
+    best, k = -price * device.memory.held[step], step
+    while k < len(device.step_ms) and at < until:
+        at += device.step_ms[k] + device.gap_ms[k]
+        k += 1
+        best = max(best, device.done_ms[k] - device.done_ms[step] - price * device.memory.held[k])
+    return best
+
+
+@compiled_part
+def _left(state: StepsState, device: SeveralStages) -> float:
+    """ms that are left to compute."""
+    whole = device.done_ms[-1]
+    left = (device.microbatches - state.row[STARTED]) * whole
     for i in range(int(state.row[UNDER_WAY])):
-        step = int(state.microbatches[i, STEP])
-        area += (state.microbatches[i, READY] - now) * fractions.between[measure, step] + fractions.area[measure, step]
+        left += whole - device.done_ms[int(state.microbatches[i, STEP])]
     for g in range(len(state.waiting)):
-        area += state.waiting[g] * device.weights.ms[g] * fractions.weight[measure, g]
-        weight_counts = weight_counts or fractions.weight[measure, g] > 0.0
-    if not weight_counts:
-        n = 1.0  # while the n-th last input gradient runs, n activations are there at most, its own included
-        while n < backwards and n * fractions.most[measure] < 1.0:
-            area += device.shortest_backward_ms * (1.0 - n * fractions.most[measure])
-            n += 1.0
-        area += device.gap_ms[-1]
-    return float(area)
+        left += state.waiting[g] * device.weights.ms[g]
+    return float(left)
