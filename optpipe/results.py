@@ -208,8 +208,10 @@ def _as_json(placement: Placement | None) -> dict[str, Any] | None:
 
 
 def merged(best: Result, new: Result) -> Result:
-    """The better schedule of two results for one problem, with the better bound; everything else is the new one's. A
-    bound above the schedule's length is wrong and is dropped."""
+    """The better schedule of two results for one problem, with the better bound; everything else is the new one's.
+
+    A bound above the schedule's length is wrong and is dropped.
+    """
     kept = min((best, new), key=lambda result: NO_SCHEDULE_MS if result.value_ms is None else result.value_ms)
     if kept.schedule is None:
         kept = new

@@ -33,14 +33,18 @@ def default_path() -> Path:
 
 
 def user_cache(path: Path | None = None) -> Cache:
-    """Return the cache in a file, by default the user's own, with the release's pack behind it. Raises `InputError` if
-    the file cannot be opened or is not a cache."""
+    """Return the cache in a file, by default the user's own, with the release's pack behind it.
+
+    Raises `InputError` if the file cannot be opened or is not a cache.
+    """
     return Cache(path or default_path(), pack=release_pack())
 
 
 class Cache:
-    """Solved schedules in a storage, or in the file of a path, which threads and processes can share. Raises what its
-    storage raises: `InputError` if a file cannot be opened or is not a cache."""
+    """Solved schedules in a storage, or in the file of a path, which threads and processes can share.
+
+    Raises what its storage raises: `InputError` if a file cannot be opened or is not a cache.
+    """
 
     def __init__(self, storage: Storage | str | Path, kept: Retention = KEPT, pack: Source | None = None) -> None:
         """`kept` is applied when an entry is added. What is not here may be in a `pack`, such as `release_pack()`."""
@@ -139,7 +143,10 @@ class Cache:
 
     def import_lines(self, lines: Iterable[str | bytes]) -> int:
         """Add exported entries, each verified, and stored only if it is better; return how many were. Their bounds are
-        not kept: nothing here has proven them. Raises `InputError` or `ScheduleError` with the line's number."""
+        not kept: nothing here has proven them.
+
+        Raises `InputError` or `ScheduleError` with the line's number.
+        """
         added = 0
         for number, line in enumerate(lines, 1):
             if not line.strip():

@@ -122,8 +122,10 @@ class Storage(Source, Protocol):
 
 
 class FileStorage:
-    """A SQLite file. Every call opens it, so threads and processes can share a path. Raises `InputError` if the file
-    cannot be opened or is not a cache."""
+    """A SQLite file. Every call opens it, so threads and processes can share a path.
+
+    Raises `InputError` if the file cannot be opened or is not a cache.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -30,8 +30,11 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class Cure:
-    """Something to change. `name` is `device`, `layers`, `order`, `spread`, `steps`, `published` (on today's stages),
-    `chunks` (on others), `ours`, or `together` for those that go together."""
+    """Something to change.
+
+    `name` is `device`, `layers`, `order`, `spread`, `steps`, `published` (on today's stages), `chunks` (on others),
+    `ours`, or `together` for those that go together.
+    """
 
     name: str
     title: str  # what is done

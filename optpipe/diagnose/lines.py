@@ -31,7 +31,9 @@ def lines_of(
     change: Change, runs: Runs, losses: Losses, stack: StackName, layered: bool, file: str
 ) -> tuple[str, tuple[str, ...]]:
     """What a change is called, and the lines that make it. Raises OptPipeError if the stack cannot express it.
-    `layered` is whether the layers of stages are known, `file` the name of the file with a schedule of ours."""
+
+    `layered` is whether the layers of stages are known, `file` the name of the file with a schedule of ours.
+    """
     titles, lines = list[str](), list[str]()
     if change.healthy:
         where = [f"device {each.device} of replica {each.replica}" for each in losses.slow_devices]

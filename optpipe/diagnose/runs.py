@@ -122,8 +122,10 @@ class _Run(NamedTuple):
 
 
 def collect_runs(recording: Recording) -> Runs:
-    """The whole training steps of all replicas of a recording. Raises InputError if no replica has a whole step, or its
-    ops cannot have run at their times."""
+    """The whole training steps of all replicas of a recording.
+
+    Raises InputError if no replica has a whole step, or its ops cannot have run at their times.
+    """
     unused, assumed = list(recording.unused), list[str]()
     by_replica = defaultdict[int, list[MeasuredOp]](list)
     for each in recording.ops:

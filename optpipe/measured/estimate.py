@@ -165,8 +165,10 @@ def _order_that_ran(training: TrainingSteps, problem: Problem) -> tuple[Schedule
 
 
 def _step_figures(training: TrainingSteps, medians: Sequence[Figures]) -> list[Figures]:
-    """By stage, the times of each micro-batch's ops in the only step; one number where they are equal. Where some
-    micro-batches have B and W apart and one has them fused, its backward divides as the medians do."""
+    """By stage, the times of each micro-batch's ops in the only step; one number where they are equal.
+
+    Where some micro-batches have B and W apart and one has them fused, its backward divides as the medians do.
+    """
     (step,) = training.steps
     ms = {each.op: round(each.ms, 4) for each in step}
     figures: list[Figures] = []

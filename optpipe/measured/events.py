@@ -22,8 +22,10 @@ _NUMBER = re.compile(r"[-+.eE\d]*")  # what may follow in a number that is cut
 
 
 def read_pieces(path: str | Path) -> Iterator[str]:
-    """Yields the text of a file, which may be packed by gzip, whatever its name is. Raises InputError if it cannot be
-    read or is no text in UTF-8."""
+    """Yields the text of a file, which may be packed by gzip, whatever its name is.
+
+    Raises InputError if it cannot be read or is no text in UTF-8.
+    """
     packed = False
     try:
         with Path(path).open("rb") as file:

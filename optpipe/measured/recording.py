@@ -140,8 +140,10 @@ def each_once(paths: Iterable[Path]) -> list[Path]:
 
 
 def joined(files: Iterable[tuple[str, Sequence[MeasuredOp]]]) -> list[MeasuredOp]:
-    """The ops of the files of one run, each with its name. Raises InputError if files have the same op of a step and a
-    replica."""
+    """The ops of the files of one run, each with its name.
+
+    Raises InputError if files have the same op of a step and a replica.
+    """
     ops = list[MeasuredOp]()
     where: dict[tuple[int, int, Op], tuple[int, str]] = {}
     for n, (path, of_file) in enumerate(files):

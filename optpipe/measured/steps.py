@@ -91,8 +91,10 @@ class TrainingSteps:
 
 
 def find_training_steps(ops: Sequence[MeasuredOp], only: int | None = None) -> TrainingSteps:
-    """The whole training steps of these ops, which are of one replica; or the one with the number `only`. Raises
-    InputError if there is none, if an op is there twice in a step, or if stages and devices have gaps."""
+    """The whole training steps of these ops, which are of one replica; or the one with the number `only`.
+
+    Raises InputError if there is none, if an op is there twice in a step, or if stages and devices have gaps.
+    """
     _require_possible(ops)
     devices: dict[int, int] = {}
     for each in ops:

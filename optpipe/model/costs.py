@@ -184,8 +184,10 @@ class Costs:
 
     @cached_property
     def class_of(self) -> Ints:
-        """(m,) the class of each micro-batch: those of one class take one route and have the same figures. Only such
-        micro-batches can change places in a schedule."""
+        """(m,) the class of each micro-batch: those of one class take one route and have the same figures.
+
+        Only such micro-batches can change places in a schedule.
+        """
         m = len(self.route)
         levels = self.levels
         figures: list[Floats | Ints] = [self.ms, self.message_ms, self.activation, self.saved_for_weight]

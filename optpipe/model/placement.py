@@ -75,7 +75,9 @@ class Placement(Document):
     @classmethod
     def balanced(cls, problem: Problem, chunks: int, shape: Shape = "looped") -> Self:
         """The placement of as many stages a device (bidirectional: a device and way), as even as the layers allow.
-        Raises InputError if there is no such placement, or there are too few layers."""
+
+        Raises InputError if there is no such placement, or there are too few layers.
+        """
         placement = cls.from_dict({"chunks": chunks, "shape": shape})
         if problem.layers is None:
             return placement
@@ -103,8 +105,10 @@ class Placement(Document):
         return [d for c in range(self.chunks * WAYS[self.shape]) for d in (back if c % 2 else row)]
 
     def apply(self, problem: Problem) -> Problem:
-        """The problem with these stages instead of its own; the problem itself if they are the same. Raises InputError
-        if the problem has several routes, or if `layers` does not fit its layers."""
+        """The problem with these stages instead of its own; the problem itself if they are the same.
+
+        Raises InputError if the problem has several routes, or if `layers` does not fit its layers.
+        """
         if self.devices is not None:
             problem = on_devices(problem, self.devices)
         route, order, ways = _only_route(problem), self.order(problem), WAYS[self.shape]
@@ -206,8 +210,10 @@ def pair_factors(stages: Sequence[StageCosts]) -> tuple[tuple[float, ...], ...]:
 
 
 def rechunk(problem: Problem, chunks: int, shape: Shape = "looped") -> Problem:
-    """The problem with `chunks` stages per device, as even as the layers allow. Raises InputError if the problem has
-    several routes or too few layers."""
+    """The problem with `chunks` stages per device, as even as the layers allow.
+
+    Raises InputError if the problem has several routes or too few layers.
+    """
     return Placement.balanced(problem, chunks, shape).apply(problem)
 
 
@@ -322,8 +328,10 @@ def even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int,
 
 
 def _best_cuts(tables: Sequence[Floats], join: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """The best way from 0 to the end, with one step in each table: entry [i, j], then [j, k] of the next. Returns the
-    least value, which `join` makes of the entries, and the length j - i of each step."""
+    """The best way from 0 to the end, with one step in each table: entry [i, j], then [j, k] of the next.
+
+    Returns the least value, which `join` makes of the entries, and the length j - i of each step.
+    """
     value = np.full(len(tables[0]), np.inf)
     value[0] = 0.0
     cuts = []

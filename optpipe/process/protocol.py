@@ -54,8 +54,10 @@ class Programs(Record):
         )
 
     def schedule(self, problem: Problem, method: str = "") -> Schedule:
-        """The schedule for this problem, not checked yet; by another `method` if there is one. Raises InputError if an
-        op cannot be read or the placement does not suit the problem."""
+        """The schedule for this problem, not checked yet; by another `method` if there is one.
+
+        Raises InputError if an op cannot be read or the placement does not suit the problem.
+        """
         placed = self.placement.apply(problem) if self.placement else problem
         links = {link: texts.split() for link, texts in self.links.items()}
         schedule = Schedule.parse(

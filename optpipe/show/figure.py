@@ -74,8 +74,10 @@ def _longest_increasing(values: Sequence[int]) -> set[int]:
 
 
 def figure(schedule: Schedule, before: Schedule | None = None, lower_bound_ms: float | None = None) -> dict[str, Any]:
-    """The document of one schedule, or of two with what changed; parameters as of `optpipe.plot`. Raises InputError for
-    a schedule without ops, and as its timeline does."""
+    """The document of one schedule, or of two with what changed; parameters as of `optpipe.plot`.
+
+    Raises InputError for a schedule without ops, and as its timeline does.
+    """
     if before is None:
         return side_by_side([schedule], lower_bound_ms=lower_bound_ms)
     both = [changes(before, schedule), changes(schedule, before)]

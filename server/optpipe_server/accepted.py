@@ -28,8 +28,10 @@ def require_parts(problem: Problem, what: str, most: int) -> None:
 
 
 def read_schedule(file: ScheduleFile, problem: Problem, placed: bool = True) -> Schedule:
-    """Return the schedule of a document for this problem, or where `placed` for the document's placement of it. Raises
-    `InputError` for an op that cannot be read, or a placement that does not suit the problem."""
+    """Return the schedule of a document for this problem, or where `placed` for the document's placement of it.
+
+    Raises `InputError` for an op that cannot be read, or a placement that does not suit the problem.
+    """
     placement = file.placement if placed else None
     problem = placement.apply(problem) if placement else problem
     if len(problem.stages) > MOST_STAGES:

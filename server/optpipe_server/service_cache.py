@@ -38,8 +38,10 @@ class ServiceCache:
         return Cache(storage, replace(KEPT, days=self._settings.kept.days), self._pack)
 
     def keep(self, best: Result) -> None:
-        """Keep the schedule of a job that is over, if it has one, verified where it came in. Where the cache or the
-        database cannot be used, that is logged: the job has its answer all the same."""
+        """Keep the schedule of a job that is over, if it has one, verified where it came in.
+
+        Where the cache or the database cannot be used, that is logged: the job has its answer all the same.
+        """
         if best.schedule is None:
             return
         try:

@@ -79,8 +79,10 @@ class Clock:
         self._spent_s += seconds
 
     def share(self, share: float) -> Clock:
-        """A clock for a share of this clock's seconds. Where work is counted, it has this clock's wall time. What is
-        reported to it is not reported to this one."""
+        """A clock for a share of this clock's seconds.
+
+        Where work is counted, it has this clock's wall time. What is reported to it is not reported to this one.
+        """
         seconds = share * self.seconds
         return Clock(seconds, self.counts, inf if self.counts else seconds, whole=self)
 

@@ -34,7 +34,9 @@ def unsupported(problem: Problem) -> str | None:
 
 def run(request: Request, emit: Emit) -> float | None:
     """Emits better and better schedules until time is up; returns the seconds used by its own count of simulated ops.
-    These are what is limited, also with several threads."""
+
+    These are what is limited, also with several threads.
+    """
     compile_at_once()
     simulator = Simulator(request.problem)
     compile_descents(simulator)

@@ -102,7 +102,9 @@ def _in_pairs_or_not(problem: Problem, schedule: Schedule) -> Iterator[Schedule]
 
 def join_pairs(schedule: Schedule) -> Schedule | None:
     """Join a forward and a backward of different micro-batches that follow each other at once, if memory holds both.
-    Returns None if the problem has no `overlap_factor`, if there is nothing to join, or if the result is not valid."""
+
+    Returns None if the problem has no `overlap_factor`, if there is nothing to join, or if the result is not valid.
+    """
     problem = schedule.problem
     if problem.overlap_factor is None:
         return None
@@ -130,8 +132,10 @@ def naive(problem: Problem, objective: Objective, clock: Clock = UNLIMITED) -> I
 
 
 def one_at_a_time(problem: Problem, method: str) -> Schedule:
-    """Schedule each micro-batch after the one before it, and offload or recompute no more than memory demands. All
-    programs and shared links keep one order of all ops, so nothing deadlocks."""
+    """Schedule each micro-batch after the one before it, and offload or recompute no more than memory demands.
+
+    All programs and shared links keep one order of all ops, so nothing deadlocks.
+    """
     alone, hosts = problem.costs.representatives.tolist(), host_shares(problem)
     passes = [_one_pass(problem.route(j), reliefs(problem, j, hosts)) for j in alone]
     rows_of = [passes[alike] for alike in problem.costs.class_of.tolist()]

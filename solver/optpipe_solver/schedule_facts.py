@@ -70,7 +70,9 @@ def deliveries(schedule: Schedule, objective: Objective) -> Floats:
 
 def tails(schedule: Schedule, delivery: Floats | None = None) -> list[float]:
     """The longest path from each op's start to the end, in ms, by rows of the timeline: `simulate`'s graph backwards.
-    `delivery`: what to add after each device's compute ops, as from `deliveries`."""
+
+    `delivery`: what to add after each device's compute ops, as from `deliveries`.
+    """
     compiled = schedule.compiled
     lasts = compiled.durations_ms.tolist()
     waits, delays = (array.tolist() for array in compiled.waits)
@@ -95,8 +97,11 @@ def tails(schedule: Schedule, delivery: Floats | None = None) -> list[float]:
 
 
 def allocation_times(timeline: Timeline) -> Floats:
-    """(n,) when each op takes its place in its program, in ms. Of a transfer, which allocates then, this is its start
-    or, where it waits for its link, the start of the next op on the compute stream."""
+    """(n,) when each op takes its place in its program, in ms.
+
+    Of a transfer, which allocates then, this is its start or, where it waits for its link, the start of the next op on
+    the compute stream.
+    """
     moment = timeline.start.copy()
     moving, device = timeline.rows.transfer.tolist(), timeline.device.tolist()
     next_start = dict.fromkeys(device, np.inf)

@@ -118,8 +118,10 @@ def heuristics_share(seconds: float) -> float:
 
 
 def engine_runs(method: str, problem: Problem, supports: Callable[[str], bool]) -> list[EngineRun]:
-    """Return the engine runs of a method in the order in which they start; none for a heuristic. `supports` says
-    whether an engine can work on the problem."""
+    """Return the engine runs of a method in the order in which they start; none for a heuristic.
+
+    `supports` says whether an engine can work on the problem.
+    """
     if method in methods.ENGINES:
         return [EngineRun(method)] if supports(method) else []
     if method != "auto":

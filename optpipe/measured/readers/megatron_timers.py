@@ -105,7 +105,10 @@ def _totals(timers: Timers, path: str, microbatches: int, devices: int | None, c
 
 def _timers(texts: Sequence[tuple[str, str]]) -> tuple[Timers, list[str]]:
     """The times in logs, each with its name, the iterations of one after those of the other; and which iterations are
-    left out as lines are missing, one sentence a log. Raises InputError if these are not logs of one run."""
+    left out as lines are missing, one sentence a log.
+
+    Raises InputError if these are not logs of one run.
+    """
     timers: dict[tuple[str, int], list[float]] = defaultdict(list)
     unused = list[str]()
     logs = [(path, _iterations(text)) for path, text in texts]

@@ -150,8 +150,10 @@ def _one_of_equals(processes: Sequence[Process]) -> tuple[list[Process], list[st
 
 
 def _parts_of_run(processes: Sequence[Process]) -> list[list[Process]]:
-    """All of them where each rank has one file; otherwise those of each folder, one after the other in time. Raises
-    InputError if a folder has a rank twice, or folders do not have the same ranks, at different times."""
+    """All of them where each rank has one file; otherwise those of each folder, one after the other in time.
+
+    Raises InputError if a folder has a rank twice, or folders do not have the same ranks, at different times.
+    """
     if not _repeated(processes, lambda process: process.rank):
         return [list(processes)]
     parts = list(_divided(processes, lambda process: process.folder).values())

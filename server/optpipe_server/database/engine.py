@@ -80,8 +80,10 @@ class Database:
             self._file.close()
 
     def read(self) -> AbstractContextManager[Connection]:
-        """Return a connection for the statements of a `with` block, which only read. With SQLite they are one
-        transaction; with PostgreSQL none, and each sees what was committed before it."""
+        """Return a connection for the statements of a `with` block, which only read.
+
+        With SQLite they are one transaction; with PostgreSQL none, and each sees what was committed before it.
+        """
         return self._reading.connect()
 
     def rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
@@ -91,8 +93,10 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Yield a connection in a transaction; once the block ends without an error, its writes are on the disk. Raises
-        `UnusableError` if they would be in a file that nobody finds."""
+        """Yield a connection in a transaction; once the block ends without an error, its writes are on the disk.
+
+        Raises `UnusableError` if they would be in a file that nobody finds.
+        """
         with self._writing, self.engine.begin() as connection:
             self.require_same_file()
             yield connection

@@ -116,8 +116,10 @@ class Jobs:
         return text
 
     def updates(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
-        """Return a job, and its incumbents numbered above `after` without their programs. None is missing of the
-        incumbents that the job's `last_seq` counts."""
+        """Return a job, and its incumbents numbered above `after` without their programs.
+
+        None is missing of the incumbents that the job's `last_seq` counts.
+        """
         job = next(iter(self._database.rows(_JOB, job=job_id)), None)
         return job, self.incumbents(job_id, after) if job and job.last_seq > after else ()
 
@@ -330,8 +332,10 @@ class Jobs:
                 changes.add_bound(db, job_id, version, initial.best.lower_bound_ms, at)
 
     def adopt(self, job_id: str, seq: int, step: int, measured_iteration_ms: float | None) -> None:
-        """Record that the training has swapped an incumbent in; recorded again, it replaces the former record. Raises
-        `MissingError` if there is no such incumbent."""
+        """Record that the training has swapped an incumbent in; recorded again, it replaces the former record.
+
+        Raises `MissingError` if there is no such incumbent.
+        """
         with self._database.write() as db:
             job = locked(db, job_id)
             if not 1 <= seq <= job.last_seq:

@@ -57,8 +57,9 @@ class Keys:
         self._database = database
 
     def create(self, name: str, scopes: Collection[str]) -> str:
-        """Create a key, whose name its jobs show, and return it; it cannot be shown again. Raises `InputError` for a
-        wrong name or scope."""
+        """Create a key, whose name its jobs show, and return it; it cannot be shown again.
+
+        Raises `InputError` for a wrong name or scope."""
         if not _NAME.fullmatch(name):
             raise InputError(f"name = {name!r}: expected 1 to 64 letters, digits, '.', '_' or '-'")
         if wrong := sorted({*scopes} - {*SCOPES}):

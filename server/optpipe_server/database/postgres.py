@@ -39,8 +39,11 @@ _app = App(connector=SyncPsycopgConnector())  # never opened: it uses our connec
 
 
 class DeadlineConnection(psycopg.Connection[Any]):
-    """A connection that gives up after `ANSWER_S`. The server ends statements that take too long. A server that hangs,
-    as a whole or by its disk, does not, so the connection is closed here."""
+    """A connection that gives up after `ANSWER_S`.
+
+    The server ends statements that take too long. A server that hangs, as a whole or by its disk, does not, so the
+    connection is closed here.
+    """
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
         until = time.monotonic() + ANSWER_S
@@ -98,7 +101,9 @@ def enqueue(db: Connection, job_id: str, priority: int) -> None:
 
 
 def enqueue_forgotten(db: Connection) -> None:
-    """Enqueue the open jobs that have no task, since their workers were lost; they come first. Each gets a new task: a
-    worker that was taken for lost and goes on ends its own."""
+    """Enqueue the open jobs that have no task, since their workers were lost; they come first.
+
+    Each gets a new task: a worker that was taken for lost and goes on ends its own.
+    """
     for job_id in db.execute(_FORGOTTEN).scalars().all():
         enqueue(db, job_id, FIRST)

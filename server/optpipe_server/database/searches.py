@@ -175,8 +175,10 @@ class Searches:
             return True
 
     def give_back(self, claim: Claim, spent_s: float, crash: str | None = None) -> bool:
-        """Let the job wait again, for any worker. Raises `LostError`. With a `crash`, record that a solver's process
-        ended on its own, and why; False if there have been too many."""
+        """Let the job wait again, for any worker. Raises `LostError`.
+
+        With a `crash`, record that a solver's process ended on its own, and why; False if there have been too many.
+        """
         with self._locked(claim) as (db, job):
             add_log_line(
                 db, claim.job_id, claim.attempt, crash or f"given back by {self._worker}", "error" if crash else "info"

@@ -47,8 +47,10 @@ class DiagnoseOptions(Record):
 
 
 def diagnosed(folder: Path, asked: DiagnoseOptions, threads: int, memory_mib: int | None) -> str:
-    """Return the diagnosis of the file `upload` in the folder: a trace, or a tar archive of several. Searches take so
-    many threads and so much memory. Raises `InputError` for what cannot be read."""
+    """Return the diagnosis of the file `upload` in the folder: a trace, or a tar archive of several.
+
+    Searches take so many threads and so much memory. Raises `InputError` for what cannot be read.
+    """
     run = RunFacts(asked.microbatches, asked.devices, asked.chunks, asked.shape)
     with chdir(folder):  # sentences name files without it
         with limited_memory(READING):

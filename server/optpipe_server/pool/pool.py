@@ -48,8 +48,11 @@ class TaskError(Exception):
 
 
 class Pool:
-    """Processes for tasks. All of it is used from one event loop. Tasks of seconds leave one process free, and those of
-    minutes another one, so that nothing waits for a longer kind of task if there are three."""
+    """Processes for tasks. All of it is used from one event loop.
+
+    Tasks of seconds leave one process free, and those of minutes another one, so that nothing waits for a longer kind
+    of task if there are three.
+    """
 
     def __init__(self, processes: int) -> None:
         start_fork_server()

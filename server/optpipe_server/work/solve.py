@@ -235,8 +235,10 @@ class Solve:
         return True
 
     def _retry(self, write: Callable[Concatenate[Claim, P], T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Write until the database answers. Once the search has to stop, raises the error. A write that failed may have
-        been committed all the same, so `write` must be safe to repeat."""
+        """Write until the database answers. Once the search has to stop, raises the error.
+
+        A write that failed may have been committed all the same, so `write` must be safe to repeat.
+        """
         is_away = False
         while True:
             try:

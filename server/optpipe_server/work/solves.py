@@ -36,8 +36,10 @@ def default_worker_name() -> str:
 
 
 class Rounds(threading.Thread):
-    """Calls `act` every `every_s` seconds, and at once after `nudge`, from `start` until `stop`. `what` says in the log
-    what cannot be done. That the database is away is logged once."""
+    """Calls `act` every `every_s` seconds, and at once after `nudge`, from `start` until `stop`.
+
+    `what` says in the log what cannot be done. That the database is away is logged once.
+    """
 
     def __init__(self, name: str, what: str, every_s: float, act: Callable[[], object]) -> None:
         super().__init__(name=name, daemon=True)
@@ -75,8 +77,10 @@ class Rounds(threading.Thread):
 
 
 class ThreadBudget:
-    """Shares threads among the searches that run at a time. A search that runs alone gets all threads but one for each
-    free slot; every search gets at least one."""
+    """Shares threads among the searches that run at a time.
+
+    A search that runs alone gets all threads but one for each free slot; every search gets at least one.
+    """
 
     def __init__(self, total: int, slots: int) -> None:
         self._left, self._slots = total, slots
@@ -157,8 +161,10 @@ class Solves:
         }
 
     def stop(self, until: float) -> None:
-        """End all searches, wait for their threads until that time, and end what is left of their processes. Jobs that
-        a database which is away does not take back seem to run until they are taken again."""
+        """End all searches, wait for their threads until that time, and end what is left of their processes.
+
+        Jobs that a database which is away does not take back seem to run until they are taken again.
+        """
         for solve in self.running():
             solve.end("stopping")
         while self.running() and time.monotonic() < until:

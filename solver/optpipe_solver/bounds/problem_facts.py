@@ -26,8 +26,10 @@ Pass = tuple[int, int]  # the first micro-batch of a class of equal ones, and a 
 
 
 def without_evictions(problem: Problem) -> Problem:
-    """The problem in which nothing is evicted. Instead, an activation leaves as much for nothing and is back at once,
-    like a recompute that takes no time."""
+    """The problem in which nothing is evicted.
+
+    Instead, an activation leaves as much for nothing and is back at once, like a recompute that takes no time.
+    """
 
     def changed(costs: StageCosts) -> StageCosts:
         if not costs.can_evict:
@@ -136,8 +138,10 @@ class LevelBytes(NamedTuple):
 
 
 class StageBytes(NamedTuple):
-    """The bytes that an activation holds, by the memory rule of `optpipe.evaluate.effects`. Where there is a choice, B
-    and W or BW, it is the least of both: whatever is chosen, a step holds no less."""
+    """The bytes that an activation holds, by the memory rule of `optpipe.evaluate.effects`.
+
+    Where there is a choice, B and W or BW, it is the least of both: whatever is chosen, a step holds no less.
+    """
 
     forward: int  # while F runs
     stays: int  # between F and the backward, if nothing leaves

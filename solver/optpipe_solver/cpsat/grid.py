@@ -94,8 +94,10 @@ class Grid:
 
     @cached_property
     def rounded(self) -> Problem:
-        """The problem with ticks for milliseconds: what is simulated in it falls on whole ticks. Rounded up, compute
-        takes a tick at least: starts give no order of ops that take no time."""
+        """The problem with ticks for milliseconds: what is simulated in it falls on whole ticks.
+
+        Rounded up, compute takes a tick at least: starts give no order of ops that take no time.
+        """
 
         def ticks(ms: Fraction, computes: bool) -> float:
             return float(floor(ms / self.tick) if self.down else max(ceil(ms / self.tick), int(computes)))
@@ -341,8 +343,10 @@ def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makesp
 
 
 def ensure_start(incumbents: Incumbents) -> Schedule | None:
-    """The best schedule that models on a grid can express. Runs heuristics if there is none. The keeper keeps the best
-    that `is_expressible`, which need not be the best of all."""
+    """The best schedule that models on a grid can express. Runs heuristics if there is none.
+
+    The keeper keeps the best that `is_expressible`, which need not be the best of all.
+    """
     if incumbents.best is not None:
         incumbents.offer(split_dispensable(incumbents.best))
     problem = incumbents.problem

@@ -245,8 +245,11 @@ class WindowModel:
     # --- one at a time
 
     def _no_overlap_on_devices(self) -> None:
-        """No two ops of a device's compute stream overlap (Eq. 7). Drops, rooms on the peer, and the moments at which
-        transfers allocate, are points on the compute stream: none lies inside an op."""
+        """No two ops of a device's compute stream overlap (Eq. 7).
+
+        Drops, rooms on the peer, and the moments at which transfers allocate, are points on the compute stream: none
+        lies inside an op.
+        """
         v = self.variables
         started, allocated, devices = v.incumbent.start, v.incumbent.allocation, len(v.problem.devices)
         halves = {Op(W, s, j) for (s, j), fused in v.fused.items() if fused is True}  # of a BW

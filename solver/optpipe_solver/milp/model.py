@@ -316,7 +316,9 @@ def _memory_of_ops(v: Variables, memory: _DeviceMemory) -> None:
 
 def _memory_of_reloads(v: Variables, memory: _DeviceMemory) -> None:
     """Eq. 9 where a reload allocates: between two compute ops, after some drops and before others. Not of the paper.
-    Without it a reload could take the bytes that an offload, still under way, frees just in time for the next op."""
+
+    Without it a reload could take the bytes that an offload, still under way, frees just in time for the next op.
+    """
     for b in memory.leaving:
         held: list[Term] = []
         for x in memory.ops:
@@ -346,8 +348,10 @@ def _away_at_reload(v: Variables, memory: _DeviceMemory, b: Activation) -> list[
 
 
 def no_cycles_of_three(rows: Rows, order: Precedences) -> None:
-    """Of any three nodes, not all of x before y, y before z, and z before x; nor the other way round. Where x before y
-    is fixed, a row is needed only if no node is fixed to be between both: others follow from those."""
+    """Of any three nodes, not all of x before y, y before z, and z before x; nor the other way round.
+
+    Where x before y is fixed, a row is needed only if no node is fixed to be between both: others follow from those.
+    """
     open_with: dict[Hashable, dict[Hashable, None]] = {}  # by node those of which the order is yet to be decided
     for (x, y), is_before in order.items():
         if is_before not in (TRUE, FALSE):

@@ -40,7 +40,9 @@ class Precedence(NamedTuple):
 
 class Rows:
     """The variables and rows of a program: `matrix @ x >= at_least`, and bounds of x. Every row is a lower bound.
-    `big_m` relaxes every row that literals switch off. Without it each row has the smallest one that suffices."""
+
+    `big_m` relaxes every row that literals switch off. Without it each row has the smallest one that suffices.
+    """
 
     def __init__(self, big_m: float | None = None) -> None:
         self._big_m = big_m

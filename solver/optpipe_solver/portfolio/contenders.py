@@ -159,8 +159,10 @@ class Contenders:
                     self.note(frame.text, contender.placement)
 
     def _raise_bound(self) -> None:
-        """Emit the bound that holds for all placements if it is higher than before. Each placement has its bound; all
-        partitions of layers have one together."""
+        """Emit the bound that holds for all placements if it is higher than before.
+
+        Each placement has its bound; all partitions of layers have one together.
+        """
         each = [c for c in self.all if not self.has_layers or c is self.unplaced or c.is_bidirectional]
         bound_ms = min([self._partitions_ms, *(c.incumbents.bound_ms for c in each if not c.infeasible)])
         if bound_ms < NO_SCHEDULE_MS and raises(bound_ms, self.bound_ms):
@@ -168,8 +170,10 @@ class Contenders:
             self._emit(Bound(method="all placements", lower_bound_ms=bound_ms))
 
     def all_are_infeasible(self) -> bool:
-        """Whether none of the placements fits; says so. That is a proof unless there are more partitions than can be
-        tried."""
+        """Whether none of the placements fits; says so.
+
+        That is a proof unless there are more partitions than can be tried.
+        """
         if not all(contender.infeasible for contender in self.all):
             return False
         reason = no_partition_fits(self._request.problem) if self.has_layers else self.unplaced.infeasible

@@ -89,8 +89,10 @@ class EngineProcesses:
             process.child.stop()
 
     def messages(self, wait_s: float = 0.0) -> Iterator[tuple[EngineProcess, Message]]:
-        """Yield what engines have sent since the last call; wait for a first message, `wait_s` at most. Stops engines
-        whose time is up."""
+        """Yield what engines have sent since the last call; wait for a first message, `wait_s` at most.
+
+        Stops engines whose time is up.
+        """
         for process in self.running:
             if time.monotonic() > process.deadline:
                 self.stop(process)
@@ -106,8 +108,10 @@ class EngineProcesses:
 
 
 class EngineRuns:
-    """The planned runs of engines, and those that are under way. With one thread an engine's share is planned in
-    seconds of counted work, and the next engine has what is left of it."""
+    """The planned runs of engines, and those that are under way.
+
+    With one thread an engine's share is planned in seconds of counted work, and the next engine has what is left of it.
+    """
 
     def __init__(
         self, request: Request, planned: Sequence[EngineRun], incumbents: Incumbents, clock: Clock, emit: Emit
@@ -262,7 +266,9 @@ class EngineRuns:
 
     def _ended(self, process: EngineProcess) -> None:
         """Count what it spent. If it gained, it is the first of those that repeat: win-stay, lose-shift (Robbins 1952).
-        One that was stopped had gone on for as long as it gained."""
+
+        One that was stopped had gone on for as long as it gained.
+        """
         spent_s = inf if process.spent_s is None else process.spent_s + tuning.ENGINE_END_S
         self._clock.spend(min(process.allotted_s, spent_s))
         if process.report and process.report.ongoing:

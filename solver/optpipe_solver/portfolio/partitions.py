@@ -73,8 +73,10 @@ def _figures(costs: StageCosts, microbatches: int) -> Floats:
 
 
 def improve_partitions(request: Request, starts: Sequence[Placement], clock: Clock) -> list[Placement]:
-    """Descend from each partition, then go on with the best third, until time is up. Returns the best partition of each
-    descent."""
+    """Descend from each partition, then go on with the best third, until time is up.
+
+    Returns the best partition of each descent.
+    """
     descents = [PartitionDescent(request.problem, request.objective, start, request.seed) for start in starts]
     for count in (len(descents), -(-len(descents) // 3)):
         for descent in sorted(descents, key=lambda descent: descent.length_ms)[:count]:

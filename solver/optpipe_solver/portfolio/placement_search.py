@@ -107,8 +107,10 @@ class PlacementSearch:
             pass
 
     def run(self) -> None:
-        """Search the problem's own stages for a moment, then from many placements for a short time to one for long. A
-        system that is named runs on the stages that it is for, and nothing else runs."""
+        """Search the problem's own stages for a moment, then from many placements for a short time to one for long.
+
+        A system that is named runs on the stages that it is for, and nothing else runs.
+        """
         contenders, request = self.contenders, self.request
         self.begin()
         if self.named:
@@ -272,8 +274,10 @@ class PlacementSearch:
     def _search(
         self, contender: Contender, method: str, seconds: float, although_proven: bool = False
     ) -> Portfolio | None:
-        """Run a portfolio on one placement, from its best schedule so far. Returns None, and runs nothing, if that
-        cannot change the answer, or time is up."""
+        """Run a portfolio on one placement, from its best schedule so far.
+
+        Returns None, and runs nothing, if that cannot change the answer, or time is up.
+        """
         if contender.infeasible or self.clock.wall_left_s <= 0 or (self.contenders.proven and not although_proven):
             return None
         self.method_ran = self.method_ran or method == self.request.method

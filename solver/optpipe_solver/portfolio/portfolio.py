@@ -59,8 +59,10 @@ class Portfolio:
         self.is_infeasible: bool | None = None  # once it has begun
 
     def run(self) -> None:
-        """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven. The
-        MILP, asked for by name, runs whatever heuristics have found."""
+        """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven.
+
+        The MILP, asked for by name, runs whatever heuristics have found.
+        """
         if not self.begin():  # bounds and the warm start; or there is no schedule at all
             return
         request, incumbents, clock = self.request, self.incumbents, self.clock
@@ -121,8 +123,10 @@ class Portfolio:
         return True
 
     def supports(self, engine: str) -> bool:
-        """Whether an engine can work on the problem. Emits a note if it was asked for by name and cannot, or if the
-        problem allows what no engine makes."""
+        """Whether an engine can work on the problem.
+
+        Emits a note if it was asked for by name and cannot, or if the problem allows what no engine makes.
+        """
         problem = self.request.problem
         reason = engines.load(engine).unsupported(problem)
         if engine == self.request.method:

@@ -70,8 +70,10 @@ class ActivationBytes(NamedTuple):
 
 
 class BudgetFractions(NamedTuple):
-    """Fractions of the budget, by several measures (dual feasible functions), a row or value each. Memory over time is
-    in ms: 1 ms is the whole budget for 1 ms."""
+    """Fractions of the budget, by several measures (dual feasible functions), a row or value each.
+
+    Memory over time is in ms: 1 ms is the whole budget for 1 ms.
+    """
 
     forward: Floats  # (measures,) of an activation while that op runs; likewise the next three
     recompute: Floats

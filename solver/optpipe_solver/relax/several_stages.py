@@ -57,8 +57,10 @@ class StepBytes(NamedTuple):
 
 
 class SeveralStages(NamedTuple):
-    """A device that each micro-batch passes on c stages. A micro-batch has 2c ops here, its steps: forwards on the way
-    there, input gradients on the way back."""
+    """A device that each micro-batch passes on c stages.
+
+    A micro-batch has 2c ops here, its steps: forwards on the way there, input gradients on the way back.
+    """
 
     microbatches: int  # that pass it
     step_ms: Floats  # (2c,) of each step

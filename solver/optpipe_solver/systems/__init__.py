@@ -104,8 +104,10 @@ def generate(method: str, problem: Problem, placements: Placements = "keep") -> 
 
 
 def in_entry_orders(method: str, problem: Problem, placements: Placements = "keep") -> Iterator[Schedule]:
-    """Yield a system's schedule for each order in which micro-batches may enter, that of their numbers first. Raises
-    InputError as `generate` does."""
+    """Yield a system's schedule for each order in which micro-batches may enter, that of their numbers first.
+
+    Raises InputError as `generate` does.
+    """
     schedule = generate(method, problem, placements)
     yield schedule
     placed = schedule.problem
@@ -118,8 +120,10 @@ def in_entry_orders(method: str, problem: Problem, placements: Placements = "kee
 def in_best_order(
     method: str, problem: Problem, placements: Placements = "keep", objective: Objective = "makespan"
 ) -> Schedule:
-    """A system's schedule in the best order in which micro-batches may enter: the shortest of those that fit. Where
-    none fits, the shortest. Raises InputError as `generate` does."""
+    """A system's schedule in the best order in which micro-batches may enter: the shortest of those that fit.
+
+    Where none fits, the shortest. Raises InputError as `generate` does.
+    """
     schedules = list(in_entry_orders(method, problem, placements))
     if len(schedules) == 1:
         return schedules[0]
@@ -140,8 +144,10 @@ def fitting(
     clock: Clock = UNLIMITED,
     stack: StackName = "optpipe",
 ) -> Iterator[Schedule]:
-    """Yield the systems' schedules that run on the stack and fit, in each order in which micro-batches may enter. Those
-    that are not for this problem are left out. They are all that there are unless the clock is over by the end."""
+    """Yield the systems' schedules that run on the stack and fit, in each order in which micro-batches may enter.
+
+    Those that are not for this problem are left out. They are all that there are unless the clock is over by the end.
+    """
     for method in filter(STACKS[stack].makes, methods):
         with suppress(OptPipeError):  # it is not for this problem, or its schedule cannot run
             schedules = in_entry_orders(method, problem, placements)

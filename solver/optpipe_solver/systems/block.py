@@ -75,8 +75,10 @@ def collisions(problem: Problem, block: Block, table: Table, slot: Floats) -> li
 
 
 def with_weights(problem: Problem, block: Block, interval: int) -> Block:
-    """Put each W in the first slot after its B that is free when the block is repeated every `interval` slots. Slots
-    are whole, and every op lasts one."""
+    """Put each W in the first slot after its B that is free when the block is repeated every `interval` slots.
+
+    Slots are whole, and every op lasts one.
+    """
     weight = [0.0] * len(problem.stages)
     for d in range(len(problem.devices)):
         stages = problem.stages_on(d)

@@ -116,8 +116,11 @@ def _pipe(problem: Problem, group: int) -> Schedule:
 
 
 def _launches(p: int, v: int, group: int = 1) -> tuple[list[int], list[int]]:
-    """Return the beats, by chunk, of the first device's forward and of the backward. A chunk's p forwards last p/3
-    beats, its backwards 2p/3. In the deepest chunk, the last device's backward follows its forward in one beat."""
+    """Return the beats, by chunk, of the first device's forward and of the backward.
+
+    A chunk's p forwards last p/3 beats, its backwards 2p/3. In the deepest chunk, the last device's backward follows
+    its forward in one beat.
+    """
     there = [group * n for n in distinct_slots(0, v, -(-p // (3 * group)))]
     back = [group * n + there[-1] + p - 1 for n in distinct_slots(0, v, -(-2 * p // (3 * group)))]
     return there, back[::-1]

@@ -82,8 +82,10 @@ def _in_groups(problem: Problem, g: int, leaving: int) -> Schedule:
 
 
 def with_offloads(schedule: Schedule, leaving: int) -> Schedule:
-    """Offload the `leaving` stages a device whose activations live longest (section 2); nothing waits for that. Raises
-    InputError if devices have fewer stages, or none that can."""
+    """Offload the `leaving` stages a device whose activations live longest (section 2); nothing waits for that.
+
+    Raises InputError if devices have fewer stages, or none that can.
+    """
     problem = schedule.problem
     if not leaving:
         return schedule
@@ -206,8 +208,10 @@ def _whole(slots: float) -> int:
 
 @dataclass
 class Slots:
-    """One device's slots for transfers one way: slot n lasts `length` ms from `first` + n·`pitch` on. n may be
-    negative."""
+    """One device's slots for transfers one way: slot n lasts `length` ms from `first` + n·`pitch` on.
+
+    n may be negative.
+    """
 
     first: float
     pitch: float
@@ -306,7 +310,9 @@ def algorithm_1(problem: Problem, tolerance: int | None = None) -> Schedule:
 
 def delays(problem: Problem) -> Floats:
     """By stage and micro-batch, how late the first backward is after one more forward (steps 1 and 2, lines 6 to 20).
-    In ms, of the first forward -inf. A stage's delays never fall, as it fills in the order of micro-batches."""
+
+    In ms, of the first forward -inf. A stage's delays never fall, as it fills in the order of micro-batches.
+    """
     ms, messages = problem.costs.ms, problem.costs.message_ms
     offload = ms[Kind.O] * problem.costs.parts[:, None]
     # EstStart(B_{s,0}): micro-batch 0 goes to the last stage and comes back.

@@ -113,14 +113,18 @@ def in_order(problem: Problem, lists: Sequence[Iterable[Op | Pair]]) -> Schedule
 
 
 def by_slot(problem: Problem, table: Table, slot: Floats) -> Schedule:
-    """Make a schedule without transfers from rows of a program's table and the slot of each. Of two ops in one slot the
-    one whose row comes first runs first."""
+    """Make a schedule without transfers from rows of a program's table and the slot of each.
+
+    Of two ops in one slot the one whose row comes first runs first.
+    """
     return Schedule.in_order(problem, table[np.argsort(slot, kind="stable")])
 
 
 def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up: int) -> list[Op]:
-    """Order ops in the phases of 1F1B: `warm_up` forwards, then one forward, one backward, then the backwards left. A
-    backward may be B and W."""
+    """Order ops in the phases of 1F1B: `warm_up` forwards, then one forward, one backward, then the backwards left.
+
+    A backward may be B and W.
+    """
     ops = list(forwards[:warm_up])
     for k, backward in enumerate(backwards):
         ops += [*forwards[warm_up + k : warm_up + k + 1], *backward]
@@ -129,7 +133,9 @@ def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up
 
 def even_groups(m: int, size: int) -> list[range]:
     """Divide m micro-batches into as many groups of at least `size` as possible, as even as can be, larger ones first.
-    If there are fewer than `size` they are one group."""
+
+    If there are fewer than `size` they are one group.
+    """
     groups = max(1, m // size)
     ends = [k * (m // groups) + min(k, m % groups) for k in range(groups + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
@@ -154,8 +160,10 @@ def distinct_slots(first: int, chunks: int, apart: int) -> list[int]:
 
 
 def recomputed_stages(problem: Problem, chunks: int, level: int, method: str) -> range:
-    """Return the stages of as many chunks, the shallowest of each device. Raises InputError if devices have fewer, or
-    one of them cannot be recomputed, or has no level of this number."""
+    """Return the stages of as many chunks, the shallowest of each device.
+
+    Raises InputError if devices have fewer, or one of them cannot be recomputed, or has no level of this number.
+    """
     if chunks not in range(1, count_chunks(problem) + 1):
         raise InputError(f"recomputed = {chunks}: expected 1 to {count_chunks(problem)}, the chunks of a device")
     stages = range(chunks * count_devices(problem))
