@@ -38,13 +38,14 @@ class Steps(NamedTuple):
     @property
     def prices(self) -> Floats:
         """ms for a byte at which two states of a micro-batch are worth the same; some, if there are many."""
-        done, held = self.done_ms, self.held
-        gained, freed = done[:, None] - done, held[:, None] - held
-        prices = (gained[(gained > 0) & (freed > 0)] / freed[(gained > 0) & (freed > 0)]).tolist()
-        prices += (-gained[(gained < 0) & (freed > 0)] / freed[(gained < 0) & (freed > 0)]).tolist()
-        prices += (self.weight_ms[self.waiting > 0] / self.waiting[self.waiting > 0]).tolist()
-        each = np.unique(np.round(prices, 12))
-        return each[np.linspace(0, len(each) - 1, min(len(each), tuning.RAMP_PRICES)).astype(int)]
+        gained, freed = (each[:, None] - each for each in (self.done_ms, self.held))
+        frees, weighs = freed > 0, self.waiting > 0
+        prices = abs(gained[frees]) / freed[frees], self.weight_ms[weighs] / self.waiting[weighs]
+        different = np.unique(np.concatenate(prices).astype(np.float32)).astype(float)
+        some: Floats = different[
+            np.linspace(0, len(different) - 1, min(len(different), tuning.RAMP_PRICES)).astype(int)
+        ]
+        return some
 
 
 def steps_on(problem: Problem, d: int, paths: Paths, objective: Objective) -> list[Steps]:

@@ -310,7 +310,7 @@ def _worth(step: int, at: float, device: SeveralStages, until: float, price: flo
         at += device.step_ms[k] + device.gap_ms[k]
         k += 1
         best = max(best, device.done_ms[k] - device.done_ms[step] - price * device.memory.held[k])
-    return best
+    return float(best)
 
 
 @compiled_part
