@@ -203,7 +203,7 @@ def read_layout(text: str) -> list[str]:
     for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         letters = re.sub(repetition, lambda found: found[1] * int(found[2]), letters)
     if wrong := re.search(r"[^EtmL|]", letters):
-        nested = ", no parentheses within others" if wrong[0] in "()" else ""
+        nested = ", no parentheses alone or in others" if wrong[0] in "()" else ""
         raise InputError(f"layout = {text!r}: has {wrong[0]!r}; E, t, m, L, |, x*n and (...)*n were expected{nested}")
     return letters.split("|")
 

@@ -335,7 +335,7 @@ def test_the_layouts_of_recipes_are_read_as_megatron_reads_them(text: str) -> No
         (
             "E((t|)*2t)*2L",
             1,
-            r"has '\('; E, t, m, L, \|, x\*n and \(...\)\*n were expected, no parentheses within others",
+            r"has '\('; E, t, m, L, \|, x\*n and \(...\)\*n were expected, no parentheses alone or in others",
         ),
         ("Et*|L", 2, r"has '\*'"),
         ("Ed|L", 2, "has 'd'"),
