@@ -8,9 +8,10 @@ micro-batches at the end of a step.
 import operator
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support import problems, tables
@@ -26,11 +27,14 @@ from support.ranks.torch_pipelining import (
     Rows,
     buffers,
     in_replicas,
+    loads,
     most_buffers,
     profiled_for_torch,
     refusal,
     run_all,
+    run_documents,
     run_offloaded,
+    run_ordered,
     run_paced,
     traced,
     traced_by,
@@ -227,6 +231,27 @@ def test_steps_and_evaluations_without_zero_grad(
     assert all(done.forwards <= 1 + plan.startswith("e") for done in by_rank)
 
 
+def test_each_step_has_an_order_of_its_own(ranks: Ranks) -> None:
+    """Of micro-batches that differ: losses, gradients and outputs are those of the batch as it was given."""
+    problem = rank_cases.problem((0, 1), 3, forward_ms=[1.0, 2.0, 3.0])
+    orders = [
+        ("0F0 0F1 0F2 0BW0 0BW1 0BW2", "1F0 1BW0 1F1 1BW1 1F2 1BW2"),
+        ("0F2 0F0 0F1 0BW0 0BW2 0BW1", "1F2 1F0 1BW0 1BW2 1F1 1BW1"),
+        ("0F1 0F2 0BW2 0F0 0BW1 0BW0", "1F1 1F2 1BW2 1F0 1BW1 1BW0"),
+    ]
+    schedules = [Schedule.parse(problem, rank_programs.programs(*each)) for each in orders]
+    by_rank = ranks(run_ordered, schedules=schedules)
+    plain = rank_systems.plain(Layout.from_problem(problem))
+    for outcomes in zip(*by_rank, strict=True):
+        require_same("orders", [(outcome, "") for outcome, _ in outcomes], plain)
+    first, *others = (output for _, output in by_rank[1])
+    assert all((output == first).all() for output in others)
+    said = ranks(loads, first=schedules[0], second=heuristics.generate("naive", rank_cases.problem((0, 1), 2)))
+    assert set(said) == {
+        "the schedule is for 2 micro-batches: 3 are expected, as in the one that torch_schedule had",
+    }
+
+
 def test_losses_are_found_whatever_the_order_of_forwards(ranks: Ranks, tmp_path: Path) -> None:
     """torch takes the j-th loss for that of micro-batch j, so the export numbers micro-batches in this order."""
     problem = problems.pipeline(2, 3, 100, problems.stage())
@@ -336,6 +361,31 @@ def test_no_published_schedule_has_more_buffers_than_counted(
         found[case.name] = most, [10**9 - each.activation_budget_bytes for each in devices]
     assert {name: each for name, each in found.items() if any(has > n for has, n in zip(*each, strict=True))} == {}
     assert operator.eq(*found["1f1b"])
+
+
+@pytest.mark.stacks
+def test_an_order_for_a_step_gains_what_is_predicted(ranks: Ranks) -> None:
+    """Micro-batches of equal shapes with one document or many, on stages that sleep: 1F1B in the order that is best for
+    them, beside the order in which they came."""
+    lengths = torch.tensor([[64] * 16, [1024] + [0] * 15, [64] * 16, [1024] + [0] * 15, [64] * 16])
+    times = paced.Times(20.0, 20.0, 20.0, 0.0)
+    own = [times.of_documents(each) for each in lengths]
+    costs = {"forward_ms": [t.forward for t in own], "backward_input_ms": [t.backward_input for t in own]}
+    costs["backward_weight_ms"] = [t.backward_weight for t in own]
+    problem = rank_cases.problem((0, 1), 5, **costs).replace(p2p_ms=0.0)
+
+    def entering(order: Sequence[int]) -> Schedule:
+        return generate("1f1b", problem.entering(order)).renumbered(problem, np.array(order))
+
+    orders = [entering(order) for order in permutations(range(5))]
+    came, best = orders[0], min(orders, key=lambda schedule: schedule.makespan_ms)
+    by_rank = ranks(run_documents, schedules=[came, best], times=times, lengths=lengths, steps=4)
+    measured = [min(map(max, zip(*each, strict=True))) for each in zip(*by_rank, strict=True)]
+    predicted = came.makespan_ms / best.makespan_ms
+    print(f"order for a step: predicted {predicted:.3f}, measured {measured[0] / measured[1]:.3f}", measured)
+    tables.note("an order for a step", 2, "torch_schedule", step_share=measured[1] / best.makespan_ms)
+    assert predicted > 1.05
+    assert measured[1] < measured[0] / (1 + (predicted - 1) / 2)
 
 
 @pytest.mark.stacks

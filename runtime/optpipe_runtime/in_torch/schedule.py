@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError, ScheduleError
 from optpipe.formats import torch_csv
+from optpipe.formats.order import forwards_of
 from optpipe.formats.torch_memory import as_torch_holds
 from optpipe.model.ops import OP, Kind, Op
 from optpipe.model.program import of_kinds
@@ -88,7 +90,7 @@ def torch_schedule(
 
 
 class TorchSchedule(ScheduleRuntime):
-    """Made by `torch_schedule`. Use it as torch's own schedules: `step(inputs, target=..., losses=...)`.
+    """Made by `torch_schedule`. Use it as torch's own schedules: `step(inputs, target=..., losses=...)`, `load(other)`.
 
     Attributes
     ----------
@@ -115,33 +117,50 @@ class TorchSchedule(ScheduleRuntime):
     ) -> None:
         for name in set(PLACING).intersection(options):
             raise InputError(f"{name} = {options[name]!r}: leave it out: the schedule's rows place messages and waits")
-        rows = torch_csv.rows(schedule, messages=True, waits=WAITS_FOR_SENDS, offloads=True)
-        problem = as_torch_holds(schedule.problem)
-        if complaints := check(problem, schedule):
-            raise ScheduleError(f"in PyTorch's pipelining: {complaints[0]}")
+        problem = schedule.problem
         _require_placed(schedule, stages)
-        if any(of_kinds(program.table, Kind.B).any() for program in schedule.programs):
-            _require_splittable(stages)
         super().__init__(  # type: ignore[no-untyped-call]
             [*stages], n_microbatches=problem.microbatches, loss_fn=loss_fn, **options
         )
-
-        def action(text: str) -> Move | Action:
-            return Move(*Op.parse(text)) if OP.fullmatch(text) and MOVE.match(text) else Action.from_str(text)
-
-        moves: dict[Any, Any] = {Kind.O: self._offload, Kind.D: self._drop, Kind.R: self._reload}
-        self.set_rows([list(map(action, row)) for row in rows], moves)
-        self._parts = {s: stage.offload_parts for s, stage in enumerate(problem.stages)}
         self._device = stages[0].device
         self._link = Link(self._device, problem.transfer_mode == "full_duplex")
         self._pool = HostPool(self._device, host_memory_bytes)
         self._kept: dict[StageMicrobatch, Activation] = {}
         self._shared: dict[int, frozenset[int]] = {stage.stage_index: frozenset() for stage in stages}
         self._targets: frozenset[int] = frozenset()  # of this step; one storage for all micro-batches
-        self.certified_bytes = schedule.on(problem).compiled.certificate.device[self.rank].bytes
         self.peak_bytes = self.host_peak_bytes = 0
         self.activation_bytes: dict[int, int] = {}
         self.saved_for_weight_bytes: dict[int, int] = {}
+        self.load(schedule)
+
+    def load(self, schedule: Schedule) -> None:
+        """Runs this schedule from the next step on, such as one for that step's own micro-batches. All ranks call it.
+
+        Its micro-batch j is the j-th of the batch, whichever comes first. Raises as `torch_schedule` does, also for
+        another number of micro-batches, and keeps the schedule that it had.
+        """
+        _require_placed(schedule, stages := stages_of_schedule(self))
+        if schedule.problem.microbatches != self._n_microbatches:
+            raise InputError(
+                f"the schedule is for {schedule.problem.microbatches} micro-batches: {self._n_microbatches} are "
+                "expected, as in the one that torch_schedule had"
+            )
+        if any(of_kinds(program.table, Kind.B).any() for program in schedule.programs):
+            _require_splittable(stages)
+        order = forwards_of(schedule, len(schedule.problem.stages) - 1)
+        schedule = schedule.renumbered(schedule.problem.entering(order.tolist()), np.argsort(order))
+        rows = torch_csv.rows(schedule, messages=True, waits=WAITS_FOR_SENDS, offloads=True)
+        problem = as_torch_holds(schedule.problem)
+        if complaints := check(problem, schedule):
+            raise ScheduleError(f"in PyTorch's pipelining: {complaints[0]}")
+
+        def action(text: str) -> Move | Action:
+            return Move(*Op.parse(text)) if OP.fullmatch(text) and MOVE.match(text) else Action.from_str(text)
+
+        moves: dict[Any, Any] = {Kind.O: self._offload, Kind.D: self._drop, Kind.R: self._reload}
+        self.set_rows([list(map(action, row)) for row in rows], moves, order.tolist())
+        self._parts = {s: stage.offload_parts for s, stage in enumerate(problem.stages)}
+        self.certified_bytes = schedule.on(problem).compiled.certificate.device[self.rank].bytes
 
     def close(self) -> None:
         """Ends the thread that copies, on a CPU."""

@@ -90,8 +90,11 @@ class ScheduleRuntime(_PipelineScheduleRuntime):
         """Wraps what comes behind a forward, the loss where the stage is the last. It saves tensors, too."""
         raise NotImplementedError
 
-    def set_rows(self, rows: Sequence[Sequence[Any]], functions: dict[Any, Callable[[Any, object], None]]) -> None:
-        """The rows of all ranks. What is no `Action` in them has a `computation_type`, whose function it calls."""
+    def set_rows(
+        self, rows: Sequence[Sequence[Any]], functions: dict[Any, Callable[[Any, object], None]], order: Sequence[int]
+    ) -> None:
+        """The rows of all ranks. What is no `Action` in them has a `computation_type`, whose function it calls. Their
+        micro-batch k is `order[k]` of the batch; torch numbers losses and outputs as the last stage computes them."""
         ours: dict[int, list[_Action | None]] = {
             rank: [action for action in row if isinstance(action, _Action)] for rank, row in enumerate(rows)
         }
@@ -99,9 +102,16 @@ class ScheduleRuntime(_PipelineScheduleRuntime):
         self.pipeline_order_with_comms = dict(enumerate(map(list, rows)))
         table: dict[Any, Callable[..., Any]] = self._comp_type_to_function_map
         table |= functions
+        self._order = order
 
     def _step_microbatches(
-        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **more: Any
+        self,
+        arg_mbs: Any = None,
+        kwarg_mbs: Any = None,
+        target_mbs: Any = None,
+        losses: Any = None,
+        *args: Any,
+        **more: Any,
     ) -> None:
         self.before_step({"arguments": arg_mbs, "keyword arguments": kwarg_mbs, "targets": target_mbs})
         forwards = {
@@ -116,8 +126,12 @@ class ScheduleRuntime(_PipelineScheduleRuntime):
                 for parameter in stage.submod.parameters():
                     if parameter.grad is not None:  # of steps before: torch divides it at the end, too
                         parameter.grad.mul_(self._n_microbatches)
+        inputs, named, targets = (each and [each[j] for j in self._order] for each in (arg_mbs, kwarg_mbs, target_mbs))
         with self.around_step(target_mbs) if self._has_backward else evaluation:
-            super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
+            super()._step_microbatches(inputs, named, targets, losses, *args, **more)
+        for each in (losses, *(stage.output_chunks for stage in stages_of_schedule(self) if stage.is_last)):
+            if each:
+                each[:] = [value for _, value in sorted(zip(self._order, each, strict=True), key=lambda pair: pair[0])]
 
     def _maybe_compute_loss(
         self, stage: PipelineStage, output: Any, target_mbs: Any, mb_index: int, *more: Any

@@ -193,6 +193,60 @@ def run_paced(schedule: Schedule, times: paced.Times, steps: int) -> list[float]
     return found[1:]
 
 
+def run_ordered(schedules: Sequence[Schedule]) -> list[tuple[Outcome, Any]]:
+    """The outcome of a step by each of them, and what the last stage returns; loaded one after the other."""
+    layout, rank = Layout.from_problem(schedules[0].problem), dist.get_rank()
+    count, m = len(layout.placement), layout.microbatches
+    modules = own(model(count), layout.placement)
+    runtime = torch_schedule(schedules[0], stages_of(modules, count), loss_fn)
+    found = []
+    for schedule in schedules:
+        runtime.load(schedule)
+        for module in modules.values():
+            module.zero_grad()
+        losses: list[Tensor] = []
+        (inputs, targets), last = batch(0, m), layout.placement[-1] == rank
+        given = [inputs] if layout.placement[0] == rank else []
+        outputs = runtime.step(*given, target=targets if last else None, losses=losses)
+        outcome = Outcome({j: loss.item() for j, loss in enumerate(losses)}, numbers(modules))
+        found.append((outcome, outputs.detach().numpy() if last else None))
+    runtime.close()
+    return found
+
+
+def loads(first: Schedule, second: Schedule) -> str:
+    """What `load` says to a second schedule."""
+    layout = Layout.from_problem(first.problem)
+    runtime = torch_schedule(first, stages_of(own(model(2), layout.placement), 2), loss_fn)
+    try:
+        runtime.load(second)
+    except InputError as error:
+        return str(error)
+    finally:
+        runtime.close()
+    return ""
+
+
+def run_documents(schedules: Sequence[Schedule], times: paced.Times, lengths: Tensor, steps: int) -> list[list[float]]:
+    """For each schedule its steps' times on this rank, in ms: stages sleep as long as the micro-batches' documents
+    take."""
+    layout, rank = Layout.from_problem(schedules[0].problem), dist.get_rank()
+    modules = {s: paced.SleepingStage(times) for s, place in enumerate(layout.placement) if place == rank}
+    count = len(layout.placement)
+    runtime = torch_schedule(schedules[0], stages_of(modules, count), paced.loss)
+    data = torch.zeros(layout.microbatches * paced.SHAPE[0], paced.SHAPE[1], requires_grad=True)
+    found: list[list[float]] = [[] for _ in schedules]
+    for n in range(1 + steps * len(schedules)):
+        runtime.load(schedules[n % len(schedules)])
+        dist.barrier()
+        began = time.perf_counter()
+        take_step(runtime.step, modules, count, (data, data), lengths=lengths, losses=[], return_outputs=False)
+        if n:
+            found[n % len(schedules)].append((time.perf_counter() - began) * 1e3)
+    runtime.close()
+    return found
+
+
 def in_replicas(schedule: Schedule) -> dict[str, Any]:
     """Gradients of one step by `torch_schedule`, with stages in DDP and other data in each of two pipelines."""
     mesh, layout = two_pipelines(), Layout.from_problem(schedule.problem)
