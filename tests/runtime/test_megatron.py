@@ -4,8 +4,12 @@ than is certified. With parameters in float64, and to the bit where gradients ar
 `make stacks` runs it in an environment with the package.
 """
 
-from contextlib import suppress
+import re
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import fields, make_dataclass
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from support.examples import examples
 from support.layouts import RECIPES
 from support.problems.published import Case, published
 from support.ranks import cases, megatron
-from support.ranks.megatron import Outcome
+from support.ranks.megatron import Division, Outcome
 from support.ranks.worker import Ranks
 
 from optpipe import InputError
@@ -28,6 +32,8 @@ from optpipe.schedule import Schedule
 from optpipe_solver import heuristics, systems
 
 pytestmark = pytest.mark.stacks
+LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+NOT_COMPARED = "with it, losses and gradients have not been compared with Megatron's own"
 WARNS = pytest.mark.filterwarnings("ignore")  # its import tells what it lacks on this machine
 
 
@@ -100,6 +106,13 @@ def test_every_published_schedule_has_the_losses_and_gradients_of_megatrons_own(
         tables.note(case.name, ranks.world, "forward_backward_func", difference)
 
 
+def test_scripts_get_it_wherever_they_take_the_function_from(ranks: Ranks) -> None:
+    (schedule,) = systems_of("zb-h1")
+    taken, outcomes = zip(*ranks.to_the_end(megatron.in_scripts, schedule=schedule), strict=True)
+    assert all(map(all, taken))
+    require_same("zb-h1", list(outcomes), together(ranks(megatron.plain, stages=2)[:1]))
+
+
 @pytest.mark.parametrize(("placement", "activations"), [((0, 1), 1.8), ((0, 1, 1, 0), 1.5)])
 def test_peaks_are_as_certified_on_the_problem_that_it_profiles(
     placement: tuple[int, ...], activations: float, ranks: Ranks
@@ -142,9 +155,24 @@ def test_gradient_buffers_and_token_counts_are_megatrons(per_token: bool, in_bfl
 @pytest.mark.parametrize("per_token", [False, True])
 def test_auxiliary_losses_of_experts_have_megatrons_scale(per_token: bool, ranks: Ranks) -> None:
     schedules = systems_of("1f1b", "zb-h1", "1f1b-recompute")
-    how = {"experts": True, "per_token": per_token}
+    how = {"options": megatron.EXPERTS, "per_token": per_token}
     theirs = together(ranks(megatron.theirs, placement=(0, 1), **how))
     for schedule, *outcomes in zip(schedules, *ranks(megatron.ours, schedules=schedules, **how), strict=True):
+        require_same(schedule.method or "", outcomes, theirs, tolerance=1e-12)
+
+
+ATTENTION = {"recompute_granularity": "selective"}
+
+
+@pytest.mark.parametrize("recomputing", [{}, LAYERS, ATTENTION], ids=["nothing", "layers", "attention"])
+def test_dropout_is_megatrons_and_a_recomputation_has_that_of_its_forward(
+    recomputing: dict[str, Any], ranks: Ranks
+) -> None:
+    """Megatron has random numbers of its own for attention, and torch's for the rest. It may itself recompute parts."""
+    schedules = systems_of("1f1b", "zb-h1", "1f1b-recompute")
+    options = {"hidden_dropout": 0.2, "attention_dropout": 0.2} | recomputing
+    theirs = together(ranks(megatron.theirs, placement=(0, 1), options=options))
+    for schedule, *outcomes in zip(schedules, *ranks(megatron.ours, schedules=schedules, options=options), strict=True):
         require_same(schedule.method or "", outcomes, theirs, tolerance=1e-12)
 
 
@@ -162,16 +190,37 @@ def test_a_profile_leaves_gradient_buffers_as_they_are(ranks: Ranks) -> None:
     assert ranks(megatron.profiled_in_ddp, schedule=schedule) == [[], []]
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_replicas_and_tensor_parallel_stages(tensor: int, four_ranks: Ranks) -> None:
-    """Two replicas of a pipeline, which get other batches; or one whose linear layers two ranks share."""
-    (schedule,) = systems_of("zb-h1")
-    theirs = four_ranks(megatron.theirs, placement=(0, 1), tensor=tensor, in_ddp=True)
-    found = four_ranks(megatron.ours, schedules=[schedule], tensor=tensor, in_ddp=True)
-    for (own,), expected in zip(found, theirs, strict=True):
-        assert own.losses == expected.losses
-        require_same(f"tensor={tensor}", [own], expected, tolerance=1e-12)
-    assert (theirs[2].losses == theirs[3].losses) == (tensor == 2)
+A2A = megatron.EXPERTS | {"moe_token_dispatcher_type": "alltoall"}
+BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+DIVIDED: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "replicas that predict a further token": {"options": {"mtp_num_layers": 1}},
+    "replicas with a distributed optimizer": {"sharded": True},
+    "tensors": {"division": Division(tensor=2)},
+    "tensors and tokens": {"division": Division(tensor=2), "options": {"sequence_parallel": True}},
+    "sequences": {"division": Division(context=2)},
+    "sequences, by token": {"division": Division(context=2), "per_token": True},
+    "experts": {"division": Division(expert=2), "options": A2A | BIAS},
+    "experts, recomputed by Megatron": {"division": Division(expert=2), "options": A2A | BIAS | LAYERS},
+    "experts, by token": {"division": Division(expert=2), "options": A2A, "per_token": True, "sharded": True},
+    "experts, of other lengths": {"division": Division(expert=2), "options": A2A, "different": True},
+    "tensors and experts": {"division": Division(2, 1, 2), "options": A2A | {"sequence_parallel": True}},
+    "sequences and experts": {"division": Division(1, 2, 2), "options": A2A},
+}
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_replicas_and_stages_that_ranks_share(kind: str, four_ranks: Ranks) -> None:
+    """Two replicas of a pipeline, which get other batches; or one whose stages two ranks compute together."""
+    schedules, how = systems_of("1f1b", "zb-h1", "1f1b-recompute"), DIVIDED[kind] | {"in_ddp": True}
+    theirs = four_ranks(megatron.theirs, placement=(0, 1), **how)
+    # The processes end: Megatron's DDP is never let go, and its groups have threads.
+    found = four_ranks.to_the_end(megatron.ours, schedules=schedules, **how)
+    for outcomes, expected in zip(found, theirs, strict=True):
+        for schedule, own in zip(schedules, outcomes, strict=True):
+            require_same(f"{schedule.method}, {kind}", [own], expected, tolerance=1e-12)
+            assert own.tokens == expected.tokens
+    assert (theirs[2].losses == theirs[3].losses) == ("tensors" in kind)
 
 
 def test_evaluations_have_no_gradients(ranks: Ranks) -> None:
@@ -186,17 +235,27 @@ def test_evaluations_have_no_gradients(ranks: Ranks) -> None:
 
 def test_what_it_cannot_do_is_refused(ranks: Ranks) -> None:
     (schedule,) = systems_of("1f1b")
-    on, experts = ("fine_grained_activation_offloading", "enable_autocast"), "expert_model_parallel_size"
-    configs = [*((name, True) for name in on), (experts, 2)]
+    configs = [("fine_grained_activation_offloading", True), ("fp8", "hybrid"), ("moe_token_dispatcher_type", "flex")]
     arguments = [("num_microbatches", 4), ("adjust_tensor_shapes_fn", print), ("data_iterator", [])]
     for sentences in ranks(megatron.refusals, schedule=schedule, configs=configs, arguments=arguments):
         assert sentences == [
-            "config.fine_grained_activation_offloading = True: the schedule says what is offloaded, so leave it off",
-            "config.enable_autocast = True: linear layers compute in the type of their parameters, so leave it off",
-            "config.expert_model_parallel_size = 2: it must be 1",
+            "config.fine_grained_activation_offloading = True: the schedule says what is offloaded, so leave it at "
+            "False",
+            f"config.fp8 = 'hybrid': {NOT_COMPARED}, so leave it at None",
+            "config.moe_token_dispatcher_type = 'flex': one of allgather, alltoall is expected; "
+            f"{NOT_COMPARED}, so leave it at 'allgather'",
             "num_microbatches = 4: the schedule is for 6",
             "adjust_tensor_shapes_fn is given: shapes are learned from the stages, leave it out",
             "data_iterator has 0 iterators: each of 1 chunks needs one",
+        ]
+
+
+def test_embeddings_that_megatron_ties_are_refused_where_it_ties_other_ranks(ranks: Ranks) -> None:
+    (schedule,) = systems_of("zb-v")
+    for sentences in ranks(megatron.refusals, schedule=schedule, configs=[("mtp_num_layers", 1)], arguments=[]):
+        assert sentences == [
+            "share_embeddings_and_output_weights or mtp_num_layers: Megatron ties rank 0 with rank 1; the schedule has "
+            "its first stage on rank 0, its last one on rank 0"
         ]
 
 
@@ -221,6 +280,55 @@ def test_groups_end_with_their_test(ranks: Ranks) -> None:
     """A gloo group has threads, which keep a machine busy by the thousand."""
     (schedule,) = systems_of("zb-h1")
     assert ranks(megatron.groups_left, schedule=schedule) == [0, 0]
+
+
+def megatrons_configs() -> list[Any]:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "tensor_model_parallel_size": 2}
+    return [TransformerConfig(**sizes), MLATransformerConfig(**sizes), DistributedDataParallelConfig()]
+
+
+@WARNS
+def test_every_option_of_the_installed_version_is_accepted_or_refused_by_name() -> None:
+    from optpipe_runtime.megatron.options import ACCEPTED, REFUSED, VALUES, require_supported
+
+    for config in megatrons_configs():
+        require_supported(config, "config")
+        for name in [field.name for field in fields(config)]:
+            assert [name in known for known in (ACCEPTED, REFUSED, VALUES)].count(True) == 1, name
+            tried = [(value, None) for value in VALUES[name]] + [("x", NOT_COMPARED)] if name in VALUES else []
+            for value, why in tried or [(3, REFUSED.get(name))]:
+                with mock.patch.object(config, name, value), refusing(name, value, why):
+                    require_supported(config, "config")
+
+
+def refusing(name: str, value: Any, why: str | None) -> AbstractContextManager[object]:
+    """Around what must be refused with this reason; None: must not be."""
+    text = rf"^config\.{name} = {value!r}: .*{re.escape(why or '')}, so leave it at "
+    return nullcontext() if why is None else pytest.raises(InputError, match=text)
+
+
+@WARNS
+def test_an_option_that_nobody_has_looked_at_is_refused_and_a_class_of_your_own_is_not() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from optpipe_runtime.megatron.options import require_supported
+
+    new = [("dynamic_context_parallel", bool, False), ("sequence_packing_scheduler", str | None, None)]
+    later = make_dataclass("Later", new, bases=(TransformerConfig,), namespace={"__module__": "megatron.core.later"})
+    yours = make_dataclass(
+        "Yours", [("vocab", int, 64), ("fp8", str, "hybrid"), ("normalization", str, "RMSNorm")], bases=(later,)
+    )
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    require_supported(later(**sizes), "config")
+    require_supported(yours(**sizes, fp8=None, vocab=128), "config")
+    for name, value in (("dynamic_context_parallel", True), ("sequence_packing_scheduler", "dp_balanced")):
+        with refusing(name, value, "what it does to a schedule is not known"):
+            require_supported(yours(**sizes, fp8=None, **{name: value}), "config")
+    with refusing("fp8", "hybrid", NOT_COMPARED):
+        require_supported(yours(**sizes), "config")
 
 
 @WARNS

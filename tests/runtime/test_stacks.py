@@ -2,8 +2,8 @@
 builders and on CPUs: ten steps have the losses of those stacks' own 1F1B. And what `optpipe plan` writes for other
 stacks, given to their own readers, and models built by it.
 
-`make stacks` runs it, each test in an environment with the package that it names. Megatron's flags are read where
-MEGATRON_LM is a checkout of Megatron-LM (core_v0.16.1): its package has no reader.
+`make stacks` runs it, each test in an environment with the package that it names. Megatron's flags are read by
+megatron-core 0.19.2; with 0.16.1, whose package has no reader, where MEGATRON_LM is a checkout of Megatron-LM.
 """
 
 import json
@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -291,14 +292,18 @@ def test_automodel_refuses_tied_models_in_a_pipeline() -> None:
 
 
 MEGATRON_READS = """
-import json, os, sys
-sys.path.append(os.environ["MEGATRON_LM"])
+import json, os, sys, typing, typing_extensions
+typing.override = typing_extensions.override  # Python 3.11 has none
+sys.path.append(os.environ.get("MEGATRON_LM", ""))
 from megatron.training import arguments
+from optpipe_runtime.megatron.options import require_supported
 arguments.get_device_arch_version = lambda: 9  # asks CUDA
 for gpus, words in json.load(sys.stdin):
     os.environ["WORLD_SIZE"], sys.argv = str(gpus), ["train", *words]
     read = arguments.validate_args(arguments.parse_args())
-    layout = arguments.core_transformer_config_from_args(read).pipeline_model_parallel_layout
+    config = arguments.core_transformer_config_from_args(read)
+    require_supported(config, "config")
+    layout = config.pipeline_model_parallel_layout
     stages = [len(chunk) for rank in layout.layout for chunk in rank] if layout else None
     sizes = [
         read.tensor_model_parallel_size, read.pipeline_model_parallel_size, read.context_parallel_size,
@@ -312,7 +317,16 @@ for gpus, words in json.load(sys.stdin):
 """
 
 
-@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM is no checkout of Megatron-LM")
+def has_reader() -> bool:
+    if "MEGATRON_LM" in os.environ:
+        return True
+    try:
+        return find_spec("megatron.training") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not has_reader(), reason="MEGATRON_LM is no checkout of Megatron-LM")
 def test_megatron_reads_all_flags() -> None:
     model = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 128 --bf16 --swiglu"
     divided = [case.candidate(6) for case in cases(6) if case.method in ("1f1b", "interleaved")]

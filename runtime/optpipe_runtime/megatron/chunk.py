@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
+from optpipe_runtime.megatron.options import require_supported
 from optpipe_runtime.ranks.grid import CheckedStage
 from optpipe_runtime.stage.split import weight_grads
 from optpipe_runtime.torch_private.tensors import tree_leaves
@@ -50,13 +52,17 @@ class Chunk(CheckedStage):
         self._step: Step | None = None
         self._feed = Feed(None)
         self._ran = False  # in this step
+        self._tokens: dict[tuple[Any, int], Tensor] = {}  # of each expert, by router and micro-batch
         self._set_input: Callable[[list[Tensor | None]], None] = get_attr_wrapped_model(model, "set_input_tensor")
-        for part in model.modules():
+        parts: Iterator[Any] = model.modules()
+        for part in parts:
             if isinstance(part, ColumnParallelLinear | RowParallelLinear) and _splits(part):
                 part._forward_impl = _linear
+            if getattr(part, "enable_expert_bias", False):
+                part._apply_expert_bias = partial(self._count, part, part._apply_expert_bias)
 
     def start_step(self, step: Step, iterator: Any) -> None:
-        self._step, self._ran = step, False
+        self._step, self._ran, self._tokens = step, False, {}
         if self._feed.source is not iterator:
             self._feed = Feed(iterator)
 
@@ -65,7 +71,18 @@ class Chunk(CheckedStage):
         item = self._feed.look(microbatch)
         return tuple(max(1, size) for leaf in tree_leaves(item) if isinstance(leaf, Tensor) for size in leaf.shape)
 
-    def end_step(self, microbatches: int) -> None:
+    def _count(self, router: Any, own: Callable[..., None], routes: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Notes for how many tokens a router takes each expert. It would count by itself where there is a graph, so not
+        in a forward that the schedule recomputes, and twice where Megatron recomputes that again."""
+        if self._step is None:
+            own(routes, padding_mask)
+        else:
+            counted = routes if padding_mask is None else routes & ~padding_mask
+            self._tokens[router, self._feed.microbatch] = counted.sum(dim=0)
+
+    def end_step(self, microbatches: int, trained: bool) -> None:
+        for (router, _), tokens in self._tokens.items() if trained else ():
+            router.local_tokens_per_expert += tokens  # for Megatron's update of their bias
         self._step = None
         self._feed.forget(microbatches)
 
@@ -108,11 +125,11 @@ class Feed:
     def __init__(self, source: Iterator[Any] | None) -> None:
         self.source = source
         self._items: list[Any] = []
-        self._microbatch, self._taken = 0, False
+        self.microbatch, self._taken = 0, False
 
     def give(self, microbatch: int) -> Feed | None:
         """None where Megatron has no data."""
-        self._microbatch, self._taken = microbatch, False
+        self.microbatch, self._taken = microbatch, False
         return None if self.source is None else self
 
     def forget(self, microbatches: int) -> None:
@@ -126,7 +143,7 @@ class Feed:
         if self._taken:
             raise InputError("forward_step_func takes two items of data_iterator: one is expected for a micro-batch")
         self._taken = True
-        return self.look(self._microbatch)
+        return self.look(self.microbatch)
 
     def look(self, microbatch: int) -> Any:
         """What belongs to a micro-batch; None where there is no source."""
@@ -180,37 +197,12 @@ def _splits(layer: Any) -> bool:
     )
 
 
-# What a config must not ask for, and why.
-REFUSED = {
-    "cpu_offloading": "the schedule says what is offloaded",
-    "fine_grained_activation_offloading": "the schedule says what is offloaded",
-    "num_microbatches_with_partial_activation_checkpoints": "the schedule says what is recomputed",
-    "overlap_moe_expert_parallel_comm": "its order of ops is Megatron's own",
-    "hybrid_context_parallel": "its order of ops is Megatron's own",
-    "defer_embedding_wgrad_compute": "weight gradients come with the schedule's W",
-    "enable_autocast": "linear layers compute in the type of their parameters",
-}
-
-
 def as_stages(chunks: Sequence[nn.Module], config: Any, groups: Any, problem: Problem) -> list[Chunk]:
     """These chunks as stages. Raises `InputError` if schedules of the problem cannot run on them."""
-    for name, why in REFUSED.items():
-        if getattr(config, name, None) not in (None, False):
-            raise InputError(f"config.{name} = {getattr(config, name)}: {why}, so leave it off")
-    if getattr(config, "cuda_graph_impl", "none") != "none":
-        raise InputError(
-            f"config.cuda_graph_impl = {config.cuda_graph_impl!r}: a captured graph has an order of its own"
-        )
-    if config.expert_model_parallel_size > 1:
-        raise InputError(f"config.expert_model_parallel_size = {config.expert_model_parallel_size}: it must be 1")
+    require_supported(config, "config")
     for chunk in chunks:
-        options = getattr(chunk, "ddp_config", None)
-        for name in ("overlap_grad_reduce", "use_megatron_fsdp"):
-            if getattr(options, name, False):
-                raise InputError(
-                    f"ddp_config.{name} is on: it needs every weight gradient in autograd's own backward, "
-                    "and here they come with W"
-                )
+        if hasattr(chunk, "ddp_config"):
+            require_supported(chunk.ddp_config, "ddp_config")
     rank = groups.pp.rank()
     numbers = problem.stages_on(rank) if rank < len(problem.devices) else []
     if len(problem.devices) != groups.pp.size() or len(numbers) != len(chunks):
@@ -219,10 +211,11 @@ def as_stages(chunks: Sequence[nn.Module], config: Any, groups: Any, problem: Pr
             f"{len(numbers)} there, on {len(problem.devices)} ranks"
         )
     ends, last = len(problem.stages) - 1, groups.pp.size() - 1
-    ties = any(getattr(m, "share_embeddings_and_output_weights", False) for chunk in chunks for m in chunk.modules())
-    if (problem.stages[0].device, problem.stages[-1].device) != (0, last) and ties:
+    shared, first_rank, last_rank = "share_embeddings_and_output_weights", *(problem.stages[s].device for s in (0, -1))
+    ties = any(getattr(part, shared, False) for chunk in chunks for part in chunk.modules())
+    if (first_rank, last_rank) != (0, last) and (ties or getattr(config, "mtp_num_layers", None)):
         raise InputError(
-            f"share_embeddings_and_output_weights: Megatron ties rank 0 with rank {last}; the schedule has its "
-            f"first stage on rank {problem.stages[0].device}, its last one on rank {problem.stages[-1].device}"
+            f"{shared} or mtp_num_layers: Megatron ties rank 0 with rank {last}; the schedule has its first stage on "
+            f"rank {first_rank}, its last one on rank {last_rank}"
         )
     return [Chunk(chunk, s, s == 0, s == ends) for s, chunk in zip(numbers, chunks, strict=True)]

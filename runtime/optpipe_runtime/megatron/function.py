@@ -1,10 +1,11 @@
-"""`forward_backward_func`: runs a schedule in the place of Megatron's own `get_forward_backward_func`.
+"""`forward_backward_func`: runs a schedule in the place of Megatron's own function. `use_in_megatron` puts it there.
 
 Each model chunk of Megatron's is a stage of a `Pipeline`, which has its own messages, store and links.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -46,6 +46,21 @@ def forward_backward_func(schedule: Schedule, host_memory_bytes: int | None = No
         The most host memory that offloaded activations may take on this rank; no limit by default.
     """
     return ForwardBackward(schedule, host_memory_bytes)
+
+
+def use_in_megatron(run: ForwardBackward) -> None:
+    """Lets Megatron and your script run it: `get_forward_backward_func` returns `run`, whatever its arguments, in every
+    module that has imported it and in those that will. Call it on each rank, before training starts; again for another
+    function."""
+    current = schedules.get_forward_backward_func
+
+    def get_forward_backward_func(*_: Any, **__: Any) -> ForwardBackward:
+        return run
+
+    for module in list(sys.modules.values()):
+        attributes = vars(module) if hasattr(module, "__dict__") else {}
+        for name in [name for name, value in attributes.items() if value is current]:
+            attributes[name] = get_forward_backward_func
 
 
 class ForwardBackward(AbstractContextManager["ForwardBackward"]):
@@ -83,12 +98,12 @@ class ForwardBackward(AbstractContextManager["ForwardBackward"]):
     ) -> list[Any]:
         """One step, or with `forward_only` an evaluation. Collective.
 
-        Arguments and result are those of Megatron-core 0.16.1: what `loss_func` returns for logging, by micro-batch,
+        Arguments and result are Megatron's, of 0.16.1 and 0.19.2: what `loss_func` returns for logging, by micro-batch,
         where the last stage is; an empty list elsewhere. The lengths need not be right, because shapes are learned;
         `p2p_communicator` is not used. Raises `InputError` for what the schedule or this runtime cannot do,
         `ScheduleError` if the schedule cannot run here.
         """
-        chunks, groups = _in_list(model), pg_collection or process_groups()
+        chunks, groups = _in_list(model), pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         config = get_model_config(chunks[0])
         step = Step(
             forward_step_func,
@@ -105,14 +120,14 @@ class ForwardBackward(AbstractContextManager["ForwardBackward"]):
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         with without_sync(config):
             self.report = run(batch, batch, kwargs={"place": batch})
+        for chunk in self._chunks:
+            chunk.end_step(num_microbatches, trained=not forward_only)
         if not forward_only and config.finalize_model_grads_func is not None:
             # Megatron's own end of a step: reductions over data-parallel ranks, tied embeddings, scales by tokens.
             devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
             tokens = sum(step.tokens.values(), torch.zeros([], dtype=torch.int, device=next(devices, "cpu")))
             counted = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(chunks, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
-        for chunk in self._chunks:
-            chunk.end_step(num_microbatches)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return [step.results[j] for j in sorted(step.results)]
@@ -137,7 +152,7 @@ class ForwardBackward(AbstractContextManager["ForwardBackward"]):
         All other arguments are those of a step, as Megatron gives them. The micro-batches that are read for the
         measurement are those of the next step. Gradients stay as they are, `main_grad`, too.
         """
-        chunks, groups = _in_list(model), pg_collection or process_groups()
+        chunks, groups = _in_list(model), pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         config = get_model_config(chunks[0])
         step = Step(forward_step_func, config, num_microbatches, groups.cp.size(), False, lambda first: first)
         pipeline = self._start(chunks, groups, step, data_iterator)
@@ -253,23 +268,15 @@ def main_grads_unchanged(chunks: Sequence[nn.Module]) -> Iterator[None]:
                 setattr(parameter, MARK, mark)
 
 
-def process_groups() -> Any:
-    """Megatron's process groups, as its own functions collect them."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups
-
-
 def inner_group(groups: Any) -> dist.ProcessGroup | None:
-    """The ranks that compute the same stages together."""
-    if groups.tp.size() == groups.cp.size() == 1:
-        return None
-    group: dist.ProcessGroup = max(groups.tp, groups.cp, key=lambda group: group.size())
-    if 1 not in (groups.tp.size(), groups.cp.size()):
-        group = parallel_state.get_tensor_and_context_parallel_group()
-    return group
+    """The ranks that compute the same stages together: they share tensors, sequences or experts."""
+    found = [group for name in ("tp", "cp", "tp_cp", "tp_ep") if (group := getattr(groups, name, None)) is not None]
+    members = [set(dist.get_process_group_ranks(group)) for group in found]
+    ranks = max(members, key=len)
+    if not all(map(ranks.issuperset, members)):
+        raise InputError(
+            f"ranks {sorted(set.union(*members))} share tensors, sequences and experts, and no group has more of them "
+            f"than {sorted(ranks)}: expert_tensor_parallel_size * expert_model_parallel_size must be a multiple or a "
+            "divisor of tensor_model_parallel_size * context_parallel_size"
+        )
+    return None if len(ranks) == 1 else found[members.index(ranks)]

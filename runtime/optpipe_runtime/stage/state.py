@@ -117,11 +117,14 @@ def _set(place: Any, name: Any, value: Any) -> None:
 
 
 def save_random(device: torch.device) -> Restore:
-    """Saves random numbers of torch, Python, and numpy if that is in use. Returns what restores them."""
+    """Saves random numbers of torch, Python, and of numpy and Megatron if these are in use. Returns what restores
+    them."""
     cpu, python = torch.get_rng_state(), random.getstate()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     numpy = sys.modules.get("numpy.random")
     of_numpy = None if numpy is None else numpy.get_state()
+    megatron = getattr(sys.modules.get("megatron.core.tensor_parallel.random"), "_CUDA_RNG_STATE_TRACKER", None)
+    of_megatron = {} if megatron is None else megatron.get_states()
 
     def restore() -> None:
         torch.set_rng_state(cpu)
@@ -130,6 +133,8 @@ def save_random(device: torch.device) -> Restore:
             torch.cuda.set_rng_state(cuda, device)
         if numpy is not None:
             numpy.set_state(of_numpy)
+        if megatron is not None:
+            megatron.set_states(dict(of_megatron))  # which it changes
 
     return restore
 

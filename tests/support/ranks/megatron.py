@@ -1,8 +1,15 @@
 """What ranks run in `test_megatron`: a small GPT of Megatron-core, by its own functions and by ours, on CPUs. The
 package is there in an environment of `make stacks` only."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import gc
+import logging
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 from zlib import crc32
@@ -11,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 
 from optpipe.errors import InputError, OptPipeError
@@ -31,6 +38,17 @@ EXPERTS: dict[str, Any] = {
 SCALE = 8.0  # of the loss, as in training with fp16
 
 
+class Division(NamedTuple):
+    """By how many ranks tensors, sequences and experts of a stage are divided."""
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+
+ONE = Division()
+
+
 class Outcome(NamedTuple):
     """Two steps on one rank: losses of the second by micro-batch where the last stage is, the sum of both steps'
     gradients by name in the whole model, and peaks of the first."""
@@ -47,22 +65,62 @@ class Outcome(NamedTuple):
 def on_cpu() -> Iterator[None]:
     """Megatron's GPT asks for a GPU in these places: buffers, the attention's random numbers, and sums of tokens and
     messages of lengths in its schedules."""
-    from megatron.core import tensor_parallel
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    zeros = torch.zeros
+    tracker, zeros = random.get_cuda_rng_tracker(), torch.zeros
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns of what is patched here
 
     def on_this_device(*size: Any, device: Any = None, **how: Any) -> Tensor:
         return zeros(*size, device="cpu" if device == "cuda" else device, **how)
 
     with (
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.multiple(torch.cuda, current_stream=mock.DEFAULT, stream=mock.DEFAULT, Stream=mock.DEFAULT),
         mock.patch.object(torch.cuda, "synchronize"),
-        mock.patch.object(tensor_parallel.get_cuda_rng_tracker(), "fork", return_value=nullcontext()),
+        mock.patch.object(random, "_get_cuda_rng_state", side_effect=lambda **_: torch.get_rng_state()),
+        mock.patch.object(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        mock.patch.dict(tracker.states_, {"model-parallel-rng": torch.Generator().manual_seed(7).get_state()}),
         mock.patch.object(torch, "zeros", on_this_device),
+        mock.patch.object(Tensor, "cuda", lambda tensor: tensor),
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # it asks for it where it is not defined
+        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _counts),
+        mock.patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm),
     ):
         yield
+
+
+def _norm(kind: Any, config: Any, hidden_size: int, **_: Any) -> nn.Module:
+    """A layer norm that may be sequence parallel, as Megatron's for GPUs: its gradients are summed over the ranks."""
+    norm = nn.LayerNorm(hidden_size)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+def _attention() -> type[nn.Module]:
+    """Megatron's for CPUs, which it does not divide by sequences: this gathers keys and values."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Gathering(DotProductAttention):  # type: ignore[misc]
+        def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
+            with mock.patch.object(config, "context_parallel_size", 1):
+                super().__init__(config, *arguments, **named)
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Any:
+            group = parallel_state.get_context_parallel_group()
+            key, value = (gather_from_sequence_parallel_region(part, True, group) for part in (key, value))
+            return super().forward(query, key, value, *others, **named)
+
+    return Gathering
+
+
+def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Numbers of tokens, which Megatron copies from a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def plain(stages: int, **how: bool) -> Outcome:
@@ -74,12 +132,12 @@ def plain(stages: int, **how: bool) -> Outcome:
         return _outcome(forward_backward_no_pipelining, chunks, **how)
 
 
-def theirs(placement: Sequence[int], tensor: int = 1, experts: bool = False, **how: bool) -> Outcome:
-    """By the function that Megatron itself takes."""
-    with _parallel(placement, tensor), on_cpu():
+def theirs(placement: Sequence[int], division: Division = ONE, options: Mapping[str, Any] = {}, **how: bool) -> Outcome:
+    """By the function that Megatron itself takes. `options` are those of the model's config."""
+    with _parallel(placement, division), on_cpu():
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-        return _outcome(get_forward_backward_func(), _chunks(placement, experts=experts), **how)
+        return _outcome(get_forward_backward_func(), _chunks(placement, options=options), **how)
 
 
 def function(schedule: Schedule) -> Any:
@@ -89,20 +147,24 @@ def function(schedule: Schedule) -> Any:
 
 
 @contextmanager
-def running(schedule: Schedule, tensor: int = 1, experts: bool = False) -> Iterator[tuple[int, Any, dict[int, Any]]]:
+def running(
+    schedule: Schedule, division: Division = ONE, options: Mapping[str, Any] = {}
+) -> Iterator[tuple[int, Any, dict[int, Any]]]:
     """This rank's number, our function that runs the schedule, and the rank's chunks by stage."""
     placement = [stage.device for stage in schedule.problem.stages]
-    with _parallel(placement, tensor) as rank, on_cpu(), function(schedule) as run:
-        yield rank, run, _chunks(placement, experts=experts)
+    with _parallel(placement, division) as rank, on_cpu(), function(schedule) as run:
+        yield rank, run, _chunks(placement, options=options)
 
 
-def ours(schedules: Sequence[Schedule], tensor: int = 1, experts: bool = False, **how: bool) -> list[Outcome]:
+def ours(
+    schedules: Sequence[Schedule], division: Division = ONE, options: Mapping[str, Any] = {}, **how: bool
+) -> list[Outcome]:
     """By these schedules. Megatron's GPT needs what `on_cpu` changes, our function none of it."""
-    return [_ours(schedule, tensor, experts, how) for schedule in schedules]
+    return [_ours(schedule, division, options, how) for schedule in schedules]
 
 
-def _ours(schedule: Schedule, tensor: int, experts: bool, how: dict[str, bool]) -> Outcome:
-    with running(schedule, tensor, experts) as (rank, run, chunks):
+def _ours(schedule: Schedule, division: Division, options: Mapping[str, Any], how: dict[str, bool]) -> Outcome:
+    with running(schedule, division, options) as (rank, run, chunks):
         reports = []
 
         def step(**arguments: Any) -> list[Any]:
@@ -114,6 +176,40 @@ def _ours(schedule: Schedule, tensor: int, experts: bool, how: dict[str, bool]) 
         peak, host = reports[0].peak_activation_bytes, reports[0].host_peak_bytes
         certified = schedule.compiled.certificate.device[rank].bytes
         return outcome._replace(peak_bytes=peak, certified_bytes=certified, host_peak_bytes=host)
+
+
+GETS = "from megatron.core.pipeline_parallel import get_forward_backward_func as get\n"
+
+
+def in_scripts(schedule: Schedule) -> tuple[list[bool], Outcome]:
+    """By the function that scripts get after `use_in_megatron`, and whether each gets ours: one with the name in its
+    module before or after, Megatron's training loop where the package has it, and each with all arguments there are."""
+    from megatron.core import pipeline_parallel
+
+    from optpipe_runtime.megatron import use_in_megatron
+
+    before, after = ModuleType("before"), ModuleType("after")
+    sys.modules |= {"before": before, "after": after}
+    exec(GETS, vars(before))
+    loop = _training_loop()
+    with running(schedule) as (_, run, chunks):
+        use_in_megatron(function(schedule))
+        use_in_megatron(run)
+        exec(GETS, vars(after))
+        takers = [before.get, after.get, pipeline_parallel.get_forward_backward_func]
+        takers += [pipeline_parallel.schedules.get_forward_backward_func]
+        takers += [] if loop is None else [loop.get_forward_backward_func]
+        arguments = [{}, {"pp_size": 2, "vp_size": None}, {"schedule_pg_collection": None}]
+        found = [take(**named) is run for take in takers for named in arguments] + [takers[0](2, None) is run]
+        return found, _outcome(after.get(schedule_pg_collection=None), chunks)
+
+
+def _training_loop() -> Any:
+    """`megatron.training.training`, which the package of 0.16.1 has not."""
+    if find_spec("megatron.training") is None:
+        return None
+    with mock.patch.object(typing, "override", lambda method: method, create=True):  # Python 3.11 has none
+        return import_module("megatron.training.training")
 
 
 def profiled(schedule: Schedule, budget_bytes: int) -> tuple[Problem, list[float]]:
@@ -219,16 +315,23 @@ def _each(placement: Sequence[int]) -> int:
 
 @contextmanager
 def _parallel(
-    placement: Sequence[int], tensor: int = 1, chunks: int | None = None, rank_ends: bool = False
+    placement: Sequence[int], division: Division = ONE, chunks: int | None = None, rank_ends: bool = False
 ) -> Iterator[int]:
-    """Megatron's groups for a pipeline whose stages `tensor` ranks compute together; this rank's number in it. What
-    ranks there are more are replicas. `rank_ends`: groups end with the process, as one has a message that never
+    """Megatron's groups for a pipeline whose stages are divided so; this rank's number in it. What ranks there are more
+    are replicas. `rank_ends`: groups end with the process, as one has a message that never
     comes."""
     from megatron.core import parallel_state
 
+    gc.collect()  # what refers to groups of before: each has threads
     chunks, before = chunks or _each(placement), set(_world.pg_map)
     parallel_state.initialize_model_parallel(
-        tensor, len(set(placement)), chunks if chunks > 1 else None, create_gloo_process_groups=False
+        division.tensor,
+        len(set(placement)),
+        chunks if chunks > 1 else None,
+        context_parallel_size=division.context,
+        expert_model_parallel_size=division.expert,
+        expert_tensor_parallel_size=None if division.expert == 1 else 1,
+        create_gloo_process_groups=False,
     )
     try:
         yield parallel_state.get_pipeline_model_parallel_rank()
@@ -248,11 +351,11 @@ def groups_left(schedule: Schedule) -> int:
     return len(_world.pg_map) - before
 
 
-def _chunks(placement: Sequence[int], whole: bool = False, experts: bool = False) -> dict[int, Any]:
+def _chunks(placement: Sequence[int], whole: bool = False, options: Mapping[str, Any] = {}) -> dict[int, Any]:
     """This rank's chunks by stage, of two layers each; `whole` for one with all layers. A layer has the same weights
-    wherever it is. `experts`: with auxiliary losses of their balance."""
+    wherever it is."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -262,11 +365,12 @@ def _chunks(placement: Sequence[int], whole: bool = False, experts: bool = False
         hidden_size=HIDDEN,
         num_attention_heads=4,
         use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
         pipeline_model_parallel_size=1 if whole else len(set(placement)),
         virtual_pipeline_model_parallel_size=None if whole or _each(placement) == 1 else _each(placement),
         gradient_accumulation_fusion=False,
@@ -276,25 +380,31 @@ def _chunks(placement: Sequence[int], whole: bool = False, experts: bool = False
         attention_softmax_in_fp32=False,
         batch_p2p_comm=False,  # which waits for a GPU
         overlap_p2p_comm=not whole and _each(placement) > 1,  # else two ranks exchange messages of both directions
-        **(EXPERTS if experts else {}),
+        **({"hidden_dropout": 0.0, "attention_dropout": 0.0} | dict(options)),
     )
+    layer = get_gpt_layer_local_spec(num_experts=options.get("num_moe_experts"))
+    layer.submodules.self_attention.submodules.core_attention = _attention()
     rank = parallel_state.get_pipeline_model_parallel_rank()
     own = [s for s in range(stages) if whole or placement[s] == rank]
     chunks = {}
     for k, s in enumerate(own):
         chunks[s] = GPTModel(
             config,
-            get_gpt_layer_local_spec(num_experts=EXPERTS["num_moe_experts"] if experts else None),
+            layer,
             vocab_size=WORDS,
             max_sequence_length=LENGTH,
             pre_process=s == 0,
             post_process=s == stages - 1,
             share_embeddings_and_output_weights=False,
             vp_stage=None if len(own) == 1 else k,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, layer, False)
+            if config.mtp_num_layers and s == stages - 1
+            else None,
         ).double()
         with torch.no_grad():
             for name, parameter in chunks[s].named_parameters():
-                generator = torch.Generator().manual_seed(crc32(_in_whole(name, s).encode()))
+                part = parallel_state.get_expert_model_parallel_rank() if ".experts." in name else 0
+                generator = torch.Generator().manual_seed(crc32(_in_whole(name, s).encode()) + part)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) / 8)
     return chunks
 
@@ -314,16 +424,20 @@ def _batches(step: int, lengths: Sequence[int]) -> Iterator[tuple[Tensor, ...]]:
     alone = parallel_state.get_pipeline_model_parallel_world_size() == 1
     replica = 0 if alone else parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(step + 10 * replica)
-    for length in lengths:
+    for length in [*lengths[replica:], *lengths[:replica]]:
         tokens = torch.randint(WORDS, (SAMPLES, length + 1), generator=generator)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def forward_step(iterator: Iterator[tuple[Tensor, ...]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    from megatron.core import parallel_state
+
     tokens, labels = next(iterator)
     length = tokens.shape[1]
-    places = torch.arange(length).expand(SAMPLES, -1)
-    above = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    own = torch.arange(length).chunk(parallel_state.get_context_parallel_world_size())
+    part = own[parallel_state.get_context_parallel_rank()]
+    tokens, labels, places = tokens[:, part], labels[:, part], part.expand(SAMPLES, -1)
+    above = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)[:, :, part]
     output = model(tokens, places, above, labels=labels)
 
     def loss(output: Tensor, non_loss_data: bool = False) -> Any:
@@ -351,10 +465,10 @@ def _arguments(chunks: Sequence[Any], step: int = 0, lengths: Sequence[int] = EQ
     }
 
 
-def _in_ddp(chunks: dict[int, Any], sum_in_float32: bool = False) -> dict[int, Any]:
+def _in_ddp(chunks: dict[int, Any], sum_in_float32: bool = False, sharded: bool = False) -> dict[int, Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    options = DistributedDataParallelConfig(grad_reduce_in_fp32=sum_in_float32)
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=sum_in_float32, use_distributed_optimizer=sharded)
     return {s: DistributedDataParallel(chunk.config, options, chunk) for s, chunk in chunks.items()}
 
 
@@ -365,8 +479,10 @@ def _outcome(
     per_token: bool = False,
     in_bfloat16: bool = False,
     different: bool = False,
+    sharded: bool = False,
 ) -> Outcome:
-    """`in_ddp`: with the chunks in Megatron's own DistributedDataParallel, which has buffers for gradients.
+    """`in_ddp`: with the chunks in Megatron's own DistributedDataParallel, which has buffers for gradients. `sharded`:
+    of each buffer a replica has the sum of its part only, as the distributed optimizer needs it.
     `per_token`: with the losses of all tokens summed, and gradients divided by their number. `in_bfloat16`: parameters
     are, and buffers in float32. `different`: micro-batches have different lengths, others in each step."""
     from megatron.core.distributed import finalize_model_grads
@@ -378,6 +494,7 @@ def _outcome(
         if in_ddp:
             finalize_model_grads(model, num_tokens, **groups)
 
+    torch.manual_seed(0)
     config = next(iter(chunks.values())).config
     config.grad_scale_func = lambda loss: loss * SCALE
     config.finalize_model_grads_func = finalize
@@ -387,7 +504,7 @@ def _outcome(
         config.params_dtype = config.pipeline_dtype = torch.bfloat16
         chunks = {s: chunk.bfloat16() for s, chunk in chunks.items()}
     if in_ddp:
-        chunks = _in_ddp(chunks, sum_in_float32=in_bfloat16)
+        chunks = _in_ddp(chunks, in_bfloat16, sharded)
         config.no_sync_func = [chunk.no_sync for chunk in chunks.values()]
         if len(chunks) == 1:
             (config.no_sync_func,) = config.no_sync_func
@@ -398,5 +515,11 @@ def _outcome(
         _in_whole(name, s): (p.main_grad if in_ddp else p.grad).numpy().copy()
         for s, chunk in chunks.items()
         for name, p in chunk.named_parameters()
+    }
+    gradients |= {
+        _in_whole(name, s): bias.numpy().copy()  # Megatron's update of it after a step is by the counts of all tokens
+        for s, chunk in chunks.items()
+        for name, bias in chunk.named_buffers()
+        if name.endswith("expert_bias")
     }
     return Outcome([float(loss["lm loss"]) for loss in found], gradients, tokens[-1])
