@@ -173,7 +173,7 @@ def _other_divisions(plan: Plan) -> Iterator[str]:
         runner_up = differences[0]
         yield (
             f"the runner-up is {expm1(runner_up.longer):.1%} longer, ± {runner_up.spread:.1%} (a standard deviation), "
-            f"most of which is {runner_up.largest.replace('_', ' ')}: to decide measure "
+            f"most of which is {runner_up.largest}: to decide measure "
             f"{TO_MEASURE.get(runner_up.largest, 'this GPU, by optpipe calibrate')}"
         )
 

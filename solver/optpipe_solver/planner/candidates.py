@@ -386,4 +386,4 @@ def running(today: Today, question: Question) -> Running:
                 candidate = question.candidate(estimated)
                 return Running(candidate, schedule, needs, question.gpu.memory_bytes, assumed)
     assert estimated
-    raise InputError(f"today = {today.text!r}: {today.method} is not a schedule of {Candidate(estimated)}")
+    raise InputError(f"today = {today.text!r}: {today.method} is not a schedule of {Candidate(estimated)}; name one")
