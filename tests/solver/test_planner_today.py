@@ -98,7 +98,7 @@ def test_all_that_is_not_named_of_today_is_listed(text: str, assumed: str) -> No
         ("tp 3", "tp 3 · pp 1 · cp 1 · dp 1 are 3 GPUs, there are 4"),
         ("dp 4, sequences 3", "4 replicas of micro-batches of 3 sequences must divide the batch of 8"),
         ("pp 4, zb-v, chunks 3", "chunks = 4: 12 stages|pp · chunks = 12"),
-        ("pp 2, zb-v, chunks 3", "zb-v is not a schedule of tp 1, pp 2"),
+        ("pp 2, zb-v, chunks 3", "zb-v is not a schedule of tp 1, pp 2.*; name one"),
         ("pp 4, layout Ettt|ttL", "2 stages: expected as many on each of pp = 4 ranks"),
         ("pp 2, layout Ettt|ttL", "layers add up to 5: the model has 6"),
         ("pp 2, layout Ettt|tttL, chunks 2", "has 1 stages a rank, not chunks 2"),
