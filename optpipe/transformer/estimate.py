@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil
@@ -220,7 +220,8 @@ class Estimate:
         that are not trained have no W.
         """
         skipped = 2 if self.shape.causal and self.run.attention == "flash" else 1  # scores of later tokens
-        works = [piece.work for piece in self.pieces]
+        evenly = self.run.model_copy(update={"expert_load": 1.0})  # over all GPUs, no expert has more tokens
+        works = [piece.work for piece in all_pieces(replace(self._share, run=evenly))]
         forward = sum(each.matmul + skipped * each.scores + each.scans for each in works)
         frozen = sum(matmul.operations for each in works for matmul in each.matmuls if matmul.frozen)
         return (3 * forward - frozen) * self.parallelism.tp * self.parallelism.cp

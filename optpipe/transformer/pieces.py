@@ -200,9 +200,11 @@ def _experts(share: Share) -> Piece:
     activated = value_bytes * shape.shared_ffn * share.tokens / tp if whole_kernel else middle
     copies, groups = shape.experts_per_token, shape.expert_groups
     routing = Routing(shape.experts, copies, groups, min(copies, shape.groups_per_token))
-    over_experts = Collective(
-        "experts", 2 * sent_bytes * (1 - 1 / ep) / etp, 2, routing if share.run.dispatch == "once" else None
-    )
+    once = share.run.dispatch == "once"
+    over_experts = Collective("experts", 2 * sent_bytes * (1 - 1 / ep) / etp, 2, routing if once else None)
+    # Each part of an expert gets what came for the others, and sums what goes back (Megatron-LM's token_dispatcher.py).
+    gathered = sent_bytes * (ep * routing.reached(ep) / copies if once else 1.0)
+    divided = Collective("tensor", 2 * (etp - 1) / etp * gathered, 2 * (etp - 1))
     return Piece(
         kind="expert",
         weights=shape.hidden * (shape.experts + shape.shared_ffn * matrices / tp + 2 * latent)
@@ -235,7 +237,11 @@ def _experts(share: Share) -> Piece:
             + biased,
             again=NORM * whole + matrices * middle,
             passes=5,
-            sent=(*(share.reduced if etp > 1 or shape.shared_ffn else ()), *((over_experts,) if ep > 1 else ())),
+            sent=(
+                *(share.reduced if shape.shared_ffn else ()),
+                *((divided,) if etp > 1 else ()),
+                *((over_experts,) if ep > 1 else ()),
+            ),
         ),
     )
 

@@ -162,6 +162,11 @@ class Transformer(Document):
                 f"expert_groups = {self.expert_groups}: must divide experts = {self.experts}, and be at least "
                 f"groups_per_token = {self.groups_per_token}"
             )
+        if self.experts_per_token > (most := self.experts // self.expert_groups * self.groups_per_token):
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token}: {self.groups_per_token} of {self.expert_groups} "
+                f"expert_groups have {most} experts"
+            )
         if self.kv_latent and self.attention_gate:
             raise ValueError(f"attention_gate = true: expected false with kv_latent = {self.kv_latent}")
         if self.full_layers and not (self.window and max(self.full_layers) < self.layers):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import ceil, prod
+from math import ceil, floor, prod
 from typing import Literal, NamedTuple
 
 from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
@@ -76,8 +76,10 @@ class Routing(NamedTuple):
 
 
 def _hit(parts: float, of: float, chosen: float) -> float:
-    """The probability that one of `parts` of `of` has some of those that are chosen, none of them twice."""
-    return 1 - prod(max(0.0, 1 - of / parts / (of - i)) for i in range(ceil(chosen)))
+    """The probability that one of `parts` of `of` has some of those that are chosen, none of them twice; of a number
+    chosen that is not whole the mean of both beside it."""
+    none = [prod(max(0.0, 1 - of / parts / (of - i)) for i in range(number)) for number in (floor(chosen), ceil(chosen))]
+    return 1 - none[0] - (chosen - floor(chosen)) * (none[1] - none[0])
 
 
 class Collective(NamedTuple):

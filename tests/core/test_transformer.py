@@ -213,6 +213,43 @@ def test_a_token_of_deepseek_v3_reaches_the_experts_of_four_nodes():
     assert sent.steps == 2
     with pytest.raises(InputError, match=r"expert_groups = 7: must divide experts = 256"):
         Transformer.from_dict(MODELS["deepseek-v3"].model_dump() | {"expert_groups": 7}, "shape")
+    few = {"expert_groups": 64, "groups_per_token": 1}
+    with pytest.raises(InputError, match=r"experts_per_token = 8: 1 of 64 expert_groups have 4 experts"):
+        Transformer.from_dict(MODELS["deepseek-v3"].model_dump() | few, "shape")
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 8), st.integers(1, 16))
+def test_no_token_goes_to_more_gpus_than_it_has_experts(groups, chosen, copies):
+    """Of experts on a GPU each it goes to as many, also where groups have not as many each."""
+    chosen = min(chosen, groups, copies)
+    copies = min(copies, chosen * 64 // groups)
+    assert 64 * Routing(64, copies, groups, chosen).reached(64) == pytest.approx(copies)
+
+
+def test_a_fuller_gpu_computes_longer_but_the_model_is_the_same():
+    even, uneven = (made(EXPERTS, {"dp": 8, "ep": 8}, expert_load=load) for load in (1.0, 2.0))
+    assert uneven.model_flops == even.model_flops
+    assert uneven.busy_ms[0] > even.busy_ms[0]
+    assert uneven.utilization < even.utilization
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize("shared", [0, 1024])
+def test_parts_of_an_expert_gather_each_copy_of_a_token(ep, etp, shared):
+    """Megatron-core 0.16.1, token_dispatcher.py: after the all-to-all an all-gather, before it back a reduce-scatter."""
+    model = EXPERTS.model_copy(update={"shared_ffn": shared})
+
+    def sent(dispatch: str) -> tuple[list[float], float]:
+        piece = made(model, {"tp": 4, "dp": 4, "ep": ep, "etp": etp}, dispatch=dispatch).pieces[-2]
+        attention, *rest = (each.bytes for each in piece.work.sent if each.over == "tensor")
+        return rest, attention
+
+    every, whole = sent("alltoall")  # `whole` is 2 · 3/4 of all tokens
+    shares = [1.0] * (shared > 0) + [2 * etp / 4 * (etp - 1) / etp / 1.5 * model.experts_per_token] * (etp > 1)
+    assert every == pytest.approx([share * whole for share in shares])
+    assert sum(sent("once")[0]) <= sum(every)
+    if ep == 1 < etp and not shared:
+        assert sent("once")[0] == pytest.approx([share * whole / model.experts_per_token for share in shares])
 
 
 def test_weights_are_gathered_once_for_a_backward_that_recomputes():
