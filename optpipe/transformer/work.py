@@ -78,8 +78,10 @@ class Routing(NamedTuple):
 def _hit(parts: float, of: float, chosen: float) -> float:
     """The probability that one of `parts` of `of` has some of those that are chosen, none of them twice; of a number
     chosen that is not whole the mean of both beside it."""
-    none = [prod(max(0.0, 1 - of / parts / (of - i)) for i in range(number)) for number in (floor(chosen), ceil(chosen))]
-    return 1 - none[0] - (chosen - floor(chosen)) * (none[1] - none[0])
+    fewer, more = (
+        prod(max(0.0, 1 - of / parts / (of - i)) for i in range(number)) for number in (floor(chosen), ceil(chosen))
+    )
+    return 1 - fewer - (chosen - floor(chosen)) * (more - fewer)
 
 
 class Collective(NamedTuple):

@@ -236,7 +236,7 @@ def test_a_fuller_gpu_computes_longer_but_the_model_is_the_same():
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 1)])
 @pytest.mark.parametrize("shared", [0, 1024])
 def test_parts_of_an_expert_gather_each_copy_of_a_token(ep, etp, shared):
-    """Megatron-core 0.16.1, token_dispatcher.py: after the all-to-all an all-gather, before it back a reduce-scatter."""
+    """Megatron-core 0.16.1, token_dispatcher.py: all-gather after the all-to-all, reduce-scatter before that back."""
     model = EXPERTS.model_copy(update={"shared_ffn": shared})
 
     def sent(dispatch: str) -> tuple[list[float], float]:

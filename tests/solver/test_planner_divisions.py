@@ -11,7 +11,7 @@ from optpipe import InputError
 from optpipe.formats.modules import AUTOMODEL
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
-from optpipe.transformer.records import Parallelism, Run, StateSpace
+from optpipe.transformer.records import Parallelism, Precision, Run, StateSpace
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.candidates import Today, running
@@ -200,9 +200,42 @@ def test_pairs_that_hide_all_to_all_are_planned_for_megatron() -> None:
         assert candidate.bound_ms <= candidate.with_step_end(schedule.makespan_ms) * (1 + 1e-9)
         assert candidate.take(schedule)
         flags = settings.megatron(candidate)
-        assert "--overlap-moe-expert-parallel-comm" in flags
+        assert {"--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type alltoall"} <= {*flags}
         assert any("layout" in flag for flag in flags) == (candidate.estimate.parallelism.pp > 1)
         assert sum(candidate.parts_ms.values()) == pytest.approx(candidate.iteration_ms)
+
+
+def test_megatron_combines_no_forward_and_backward_with_prediction_on_one_device() -> None:
+    """megatron-core 0.16.1 and 0.19.2, transformer_config.py: pp must be larger than 1 then."""
+    experts = {"experts": 8, "experts_per_token": 2, "expert_ffn": 8192}
+    run = Run(microbatches=1, overlap="experts", mtp=1)
+    roomy = question(10 * RESERVED, model=SMALL.model_copy(update=experts), run=run, stack="megatron")
+    found = {(c.estimate.parallelism.pp, s.method) for c in every(roomy) for s in published(c, "megatron")}
+    assert (2, "combined-1f1b") in found
+    assert (1, "1f1b") in found
+    assert (1, "combined-1f1b") not in found
+
+
+@pytest.mark.parametrize(
+    ("precision", "flags", "mix"),
+    [
+        ("bf16", [], []),
+        ("fp8", ["--fp8-format hybrid --fp8-recipe tensorwise"], ["bf16_with_fp8_current_scaling_mixed"]),
+        ("mxfp8", ["--fp8-format e4m3 --fp8-recipe mxfp8"], ["bf16_with_mxfp8_mixed"]),
+        ("nvfp4", ["--fp4-format e2m1"], ["bf16_with_nvfp4_mixed"]),
+    ],
+)
+def test_what_was_predicted_is_asked_of_megatron(precision: Precision, flags: list[str], mix: list[str]) -> None:
+    candidate = placed(pp=1, tp=2, dp=2, zero=1)
+    estimated = candidate.estimate
+    plain = settings.megatron(candidate)
+    run = estimated.run.model_copy(update={"precision": precision, "overlap": "all"})
+    changed = replace(candidate, estimate=replace(estimated, run=run))
+    further = [flag for flag in settings.megatron(changed) if flag not in plain]
+    assert further == ["--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap", *flags]
+    further = [line for line in settings.bridge(changed) if line not in settings.bridge(candidate)]
+    assert further[:2] == ["ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true"]
+    assert further[2:] == ["comm_overlap.tp_comm_overlap=true", *(f"mixed_precision={name}" for name in mix)]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +244,9 @@ def test_pairs_that_hide_all_to_all_are_planned_for_megatron() -> None:
         ({"lora": 8}, "optpipe", "lora = 8: adapters are not planned"),
         ({"mtp": 1}, "torch", "mtp = 1: expected 0 with stack torch"),
         ({"mtp": 1, "hybrid": True}, "megatron", "mtp = 1: expected 0 for a hybrid with stack megatron"),
+        ({"overlap": "experts", "hybrid": True}, "megatron", "overlap = experts: expected all, as Megatron's combined"),
+        ({"overlap": "experts", "mtp": 2}, "megatron", "overlap = experts: expected all, as Megatron's combined"),
+        ({"overlap": "experts", "precision": "fp32"}, "megatron", "overlap = experts: expected all"),
     ],
 )
 def test_what_no_settings_are_written_for_is_not_planned(run: dict[str, int], stack: str, message: str) -> None:

@@ -78,6 +78,12 @@ class Question(Document):
             raise ValueError(
                 f"mtp = {self.run.mtp}: expected 0 {of}with stack {self.stack}, for which no such settings are written"
             )
+        hides = self.stack == "megatron" and self.run.overlap == "experts"
+        if hides and (self.run.mtp > 1 or self.model.parts or self.run.precision == "fp32"):
+            raise ValueError(
+                "overlap = experts: expected all, as Megatron's combined 1F1B has no hybrids, 32 bits, or more than "
+                "one multi-token prediction module"
+            )
         return self
 
     def candidate(self, estimated: Estimate, busy_ms: float | None = None) -> Candidate:

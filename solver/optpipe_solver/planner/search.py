@@ -375,10 +375,11 @@ def _ops(candidate: Candidate) -> int:
 def published(candidate: Candidate, stack: Stack, without: str | None = None) -> Iterator[Schedule]:
     """Yield the published schedules for these stages but one, 1F1B first, whether they fit or not; of our runtime,
     which evicts, BPipe, too."""
-    runs = STACKS[stack]
+    runs, estimate = STACKS[stack], candidate.estimate
+    is_alone = estimate.run.mtp and estimate.parallelism.pp == 1  # which Megatron does not combine
     names = runs.own if runs.only_own else dict.fromkeys(("1f1b", "interleaved", *reversed(SYSTEMS)))
     for name in names:
-        if name == without:
+        if name == without or (name == "combined-1f1b" and stack == "megatron" and is_alone):
             continue
         try:
             problem = candidate.evicting if name == "bpipe" and Kind.E in runs.kinds else candidate.problem

@@ -42,10 +42,18 @@ MEGATRON = {
     "batch": "--global-batch-size",
     "sequence": "--seq-length",
 }
+PRECISIONS = {  # with the name of the mix in Megatron-Bridge
+    "fp8": ("--fp8-format hybrid --fp8-recipe tensorwise", "bf16_with_fp8_current_scaling_mixed"),
+    "mxfp8": ("--fp8-format e4m3 --fp8-recipe mxfp8", "bf16_with_mxfp8_mixed"),
+    "nvfp4": ("--fp4-format e2m1", "bf16_with_nvfp4_mixed"),
+}
 BRIDGE = {
     "--micro-batch-size": "train.micro_batch_size",
     "--global-batch-size": "train.global_batch_size",
     "--use-distributed-optimizer": "ddp.use_distributed_optimizer",
+    "--overlap-grad-reduce": "ddp.overlap_grad_reduce",
+    "--overlap-param-gather": "ddp.overlap_param_gather",
+    "--tp-comm-overlap": "comm_overlap.tp_comm_overlap",
     "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights",
     "--num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
     "--microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
@@ -126,6 +134,10 @@ def nemo(candidate: Candidate, csv: str) -> list[str]:
 
 def megatron(candidate: Candidate) -> list[str]:
     """Return its flags. It runs a schedule of its own: 1F1B, with chunks interleaved or combined 1F1B."""
+    return [*_megatron(candidate), *PRECISIONS.get(candidate.estimate.run.precision, ())[:1]]
+
+
+def _megatron(candidate: Candidate) -> list[str]:
     estimate = candidate.estimate
     parallelism, run = estimate.parallelism, estimate.run
     flags = _numbers(estimate, MEGATRON)
@@ -136,6 +148,11 @@ def megatron(candidate: Candidate) -> list[str]:
         flags += arguments.pair_arguments(candidate.schedule)
     flags += [f"--mtp-num-layers {run.mtp}"] if run.mtp else []
     flags += [f"--expert-tensor-parallel-size {parallelism.etp}"] if parallelism.etp else []
+    if estimate.shape.experts:  # by default each GPU gets all tokens
+        flags.append(f"--moe-token-dispatcher-type {'flex' if run.dispatch == 'once' else 'alltoall'}")
+    if run.overlap != "none" and parallelism.dp * parallelism.cp > 1:
+        flags += ["--overlap-grad-reduce", *["--overlap-param-gather"] * (parallelism.zero > 0)]
+    flags += ["--tp-comm-overlap"] if run.overlap in ("all", "experts") and parallelism.tp > 1 else []
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
     flags += ["--use-distributed-optimizer"] if parallelism.zero else []
     flags += [] if estimate.shape.tied else ["--untie-embeddings-and-output-weights"]
@@ -148,12 +165,13 @@ def megatron(candidate: Candidate) -> list[str]:
 
 def bridge(candidate: Candidate) -> list[str]:
     """Return the same as overrides of a Megatron-Bridge configuration, whose options have other names."""
-    words, lines = shlex.split(" ".join(megatron(candidate))), list[str]()
+    words, lines = shlex.split(" ".join(_megatron(candidate))), list[str]()
     for name, value in zip(words, [*words[1:], "--"], strict=True):
         if name.startswith("--"):
             option = BRIDGE.get(name, f"model.{name[2:].replace('-', '_')}")
             given = "true" if value.startswith("--") else quote(value)
             lines.append(f"{option}={'false' if 'share' in option else given}")
+    lines += [f"mixed_precision={mix}" for mix in PRECISIONS.get(candidate.estimate.run.precision, ())[1:]]
     chunks = candidate.estimate.parallelism.chunks
     return [*lines, *[f"{BRIDGE['--num-virtual-stages-per-pipeline-rank']}={chunks}"] * (chunks > 1)]
 
