@@ -23,7 +23,7 @@ from optpipe.evaluate.objective import reaches
 from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import NONE, Flags, Floats, Ints, Table
 from optpipe.model.costs import FORWARDS, GRADIENTS
-from optpipe.model.ops import BACKWARD, COMPUTE, INWARD, OPTIMIZER, TRANSFERS, Kind, Op
+from optpipe.model.ops import COMPUTE, INWARD, OPTIMIZER, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, link_orders, of_kinds
 from optpipe.schedule import Schedule
@@ -104,7 +104,7 @@ def _pairs(problem: Problem, table: Table, start: Floats, duration: Floats) -> t
     a, b = rows[:-1], rows[1:]
     together = (device[:-1] == device[1:]) & (moment[:-1] == moment[1:])
     together &= table[a, MICROBATCH] != table[b, MICROBATCH]
-    together &= (table[a, KIND] == Kind.F) & of_kinds(table[b], *BACKWARD)
+    together &= (table[a, KIND] == Kind.F) & of_kinds(table[b], *problem.paired)
     return a[together], b[together]
 
 

@@ -142,6 +142,8 @@ class Rows:
         refuse(~again & (self.part >= costs.parts[stage]), "the stage has fewer parts")
         joined = (self.table[:, JOINED] == 1) & (problem.overlap_factor is None)
         refuse(joined, "ops run together only where the problem has overlap_factor")
+        beside = (self.table[:, JOINED] == 1) | self.second
+        refuse(beside & self.of_kinds(Kind.B) & (Kind.B not in problem.paired), "all-to-all is hidden in pairs with BW")
 
 
 class Index:

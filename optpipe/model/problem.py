@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from optpipe.files import write_file
 from optpipe.model.arrays import Floats
 from optpipe.model.costs import Costs
-from optpipe.model.ops import Kind
+from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.records import Device, Document, EachMs, Index, Items, Message, PairFactors, Stage, StageCosts
 
 MAX_MICROBATCHES, MAX_DEVICES, MAX_STAGES = 2**16, 4096, 4096
@@ -245,6 +245,12 @@ class Problem(Document):
         """(S, S) `overlap_factor` by the stages of a pair's forward and backward; 1 without it."""
         stages = len(self.stages)
         return np.broadcast_to(np.array(self.overlap_factor or 1.0), (stages, stages))
+
+    @property
+    def paired(self) -> frozenset[Kind]:
+        """The backwards that pairs may have: BW alone where factors come from all-to-all beside all of its compute."""
+        by_exchange = any(stage.forward_exchange is not None for stage in self.stages)
+        return BACKWARD - {Kind.B} if by_exchange and isinstance(self.overlap_factor, tuple) else BACKWARD
 
     @cached_property
     def least_factors(self) -> tuple[Floats, Floats]:

@@ -19,7 +19,7 @@ from optpipe.formats.stacks import with_whole_backwards
 from optpipe.formats.torch_memory import whole_backwards
 from optpipe.lift import TOLERANCE_MS
 from optpipe.model.arrays import Table
-from optpipe.model.ops import BACKWARD, Kind
+from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, Program
 from optpipe.schedule import Schedule, check
@@ -110,7 +110,7 @@ def join_pairs(schedule: Schedule) -> Schedule | None:
         return None
     compiled, timeline = schedule.compiled, schedule.timeline
     rows, device, table = compiled.rows, compiled.rows.device, compiled.rows.table.copy()
-    forward, backward = rows.of_kinds(Kind.F), rows.of_kinds(*BACKWARD)
+    forward, backward = rows.of_kinds(Kind.F), rows.of_kinds(*problem.paired)
     a, b = slice(None, -1), slice(1, None)
     fit = (device[a] == device[b]) & (rows.microbatch[a] != rows.microbatch[b])
     fit &= (forward[a] & backward[b]) | (backward[a] & forward[b])

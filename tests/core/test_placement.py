@@ -18,7 +18,7 @@ from optpipe.model.placement import Placement, counts_text, even_cuts, pair_fact
 from optpipe.model.records import COMPUTE_MS, UPDATE, StageCosts
 from optpipe.options import SolveOptions
 from optpipe.process.protocol import Incumbent, Programs
-from optpipe_solver.heuristics import generate
+from optpipe_solver.heuristics import generate, join_pairs
 
 TIMES = (*COMPUTE_MS, "offload_ms", "reload_ms", "evict_ms", "load_ms", *UPDATE)
 
@@ -58,6 +58,18 @@ def test_deepseeks_profile_of_a_pair():
     problem = problem.replace(overlap_factor=pair_factors(problem.stages))
     paired = parsed(problem, "0F0 0F1+0BW0 0BW1")
     assert paired.makespan_ms - forward - backward == pytest.approx(128.5, abs=0.05)
+    split = parsed(problem, "0F0 0F1+0B0 0W0 0BW1")
+    assert check(problem, split) == ["0B0 in the program of device 0: all-to-all is hidden in pairs with BW"]
+    assert check(problem.replace(overlap_factor=0.9), split) == []
+
+
+def test_pairs_that_hide_all_to_all_are_joined_with_whole_backwards():
+    """B alone has too little compute to hide as much."""
+    problem = pipeline(1, 4, 99, stage((3, 3, 3), (5, 5)) | {"forward_exchange": 0.8, "backward_exchange": 0.8})
+    problem = problem.replace(overlap_factor=pair_factors(problem.stages))
+    joined = join_pairs(parsed(problem, "0F0 0F1 0B0 0W0 0F2 0B1 0W1 0F3 0BW2 0BW3"))
+    assert joined
+    assert [text for text in joined.programs[0].texts() if "+" in text] == ["0F3+0BW2"]
 
 
 def test_a_pair_is_no_shorter_than_one_of_its_ops():
