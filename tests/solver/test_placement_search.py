@@ -271,3 +271,17 @@ def test_solve_writes_what_check_accepts_for_the_problem_asked_about(command):
     assert command("check", "p.json", "s.json")[0] == 0
     figures = json.loads(command(*solve, "--json", "-o", "s.json")[1])
     assert figures["placement"] == Schedule.load("s.json").placement.model_dump(mode="json", exclude_none=True)
+
+
+def test_the_budgets_of_an_estimate_are_not_taken_for_two_stages_of_parameters() -> None:
+    """Lists of `overlap_factor` come from an estimate, whose budgets are those of one way."""
+    shares = {"forward_exchange": 0.4, "backward_exchange": 0.4}
+    layers = [problems.stage(sizes=(2, 1)) | shares] * 12
+    row = problems.pipeline(3, 6, 40, layers[0], layers=layers)
+    one = Placement(chunks=1, layers=(4, 4, 4)).apply(row.replace(overlap_factor=0.7))
+    lists = one.replace(overlap_factor=[[0.7] * 3] * 3)
+    for problem, ways in ((one, {1, 2}), (lists, {1})):
+        request = Request(problem=problem, time_limit_s=1.5, threads=1, method="adaoffload", placements="all")
+        search = PlacementSearch(request, lambda frame: None)
+        search.contenders.list_all(None)
+        assert {len(each.problem.all_routes) for each in search.contenders.all} == ways

@@ -76,7 +76,9 @@ class Contenders:
             self.note(f"routes: there are {len(problem.all_routes)}, placements are searched for one route only")
         else:
             shapes: list[tuple[int, Shape]] = [(1, "looped"), *product(range(2, tuning.CHUNKS + 1), SHAPES)]
-            if problem.overlap_factor is not None:  # two ways pay where a forward runs beside a backward
+            # Two ways pay where a forward runs beside a backward. Who gives one number for all pairs knows whether
+            # devices hold two stages' parameters; the budgets of an estimate, with its lists, do not allow for that.
+            if isinstance(problem.overlap_factor, float):
                 shapes.append((1, "bidirectional"))
             stack, devices = STACKS[self._request.stack], self._folded()
             for chunks, shape in (each for each in shapes if stack.places(*each)):
