@@ -32,6 +32,7 @@ BENCHMARKS = {
     "steps": Benchmark("steps", "how soon each step has a schedule, and how good it is"),
     "costs": Benchmark("papers.costs", "the cost model against published figures"),
     "predictions": Benchmark("predictions", "measured iterations, predicted by the cost model"),
+    "plans": Benchmark("plans", "Megatron-Bridge's own divisions beside those that a plan chooses"),
     "table1": Benchmark("papers.table1", "OptPipe's Table 1: predicted, and solved"),
     "published": Benchmark("papers.published", "measurements of others, predicted"),
     "traces": Benchmark("traces", "public traces of real jobs, replayed and improved"),

@@ -100,7 +100,7 @@ def lines(estimate: Estimate) -> Iterator[str]:
     division = ", ".join(f"{name} {getattr(parallelism, name)}" for name in names)
     yield f"{shape.name or 'model'}: {estimate.parameters / GB:.2f} billion parameters, {shape.layers} layers"
     yield f"  from {shape.source or 'a file'}"
-    yield from left_out(shape)
+    yield from left_out(shape, run.mtp)
     yield f"{parallelism.gpus} × {gpu.name or 'GPU'}: {division}"
     yield f"  from {gpu.source or 'a file'}"
     yield (
@@ -140,10 +140,10 @@ def lines(estimate: Estimate) -> Iterator[str]:
         yield f"k is up to {most:.2f}: there is time to offload {share}"
 
 
-def left_out(shape: Transformer) -> Iterator[str]:
-    """A line about the parts that are not modelled, if there are any."""
-    if shape.left_out:
-        yield f"  not modelled: {'; '.join(shape.left_out)}"
+def left_out(shape: Transformer, mtp: int) -> Iterator[str]:
+    """A line about the parts that are not modelled, if there are any; with `mtp` those that it counts are."""
+    if parts := [part for part in shape.left_out if not (mtp and part.endswith("--mtp counts it)"))]:
+        yield f"  not modelled: {'; '.join(parts)}"
 
 
 def counted(estimate: Estimate) -> Iterator[str]:

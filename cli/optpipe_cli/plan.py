@@ -21,7 +21,7 @@ from optpipe_cli.options import Flag, FolderOutput, Json, NoCache, Options
 from optpipe_cli.output import ctrl_c_calls, echo, print_json, shown_while
 from optpipe_cli.plan_report import figures, lines, progress, write
 from optpipe_cli.solve import usable_cache
-from optpipe_solver.planner.candidates import Question, Today
+from optpipe_solver.planner.candidates import BY_DEFAULT, Question, Today
 from optpipe_solver.planner.search import Plan, PlanSearch
 
 RUN = RunOptions()
@@ -46,7 +46,10 @@ def plan(
     precision: Annotated[str, Parameter(help=PRECISIONS)] = RUN.precision,
     attention: Annotated[str, Parameter(help="flash or unfused.")] = RUN.attention,
     mtp: Annotated[int, Parameter(help="Multi-token prediction modules, beside the head.")] = RUN.mtp,
-    overlap: Annotated[str, Parameter(help="none, replicas, all or experts, as of optpipe model.")] = RUN.overlap,
+    lora: Annotated[int, Parameter(help="Rank of adapters, which alone are trained; 0: all weights.")] = RUN.lora,
+    gradient_bytes: Annotated[int, Parameter(help="Bytes of a gradient.")] = RUN.gradient_bytes,
+    dispatch: Annotated[str | None, Parameter(help="alltoall or once. Default: the stack's.")] = None,
+    overlap: Annotated[str | None, Parameter(help="none, replicas, all or experts. Default: the stack's.")] = None,
     offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = OFFLOAD,
     stack: Annotated[str, Parameter(help="The training stack: optpipe, torch or megatron.")] = STACK,
     today: Annotated[str | None, Parameter(help="What runs today, such as 'tp 8, pp 4, 1f1b': what is gained?")] = None,
@@ -62,7 +65,9 @@ def plan(
     if stack == "primus":
         raise InputError("stack = 'primus': plan for megatron, then optpipe solve problem.json --stack primus")
     run: dict[str, Any] = {"microbatches": 1, "sequence": sequence, "precision": precision, "attention": attention}
-    run |= {"mtp": mtp, "overlap": overlap, "host_memory_bytes": host_bytes(host_memory_gb)}
+    run |= {"mtp": mtp, "lora": lora, "gradient_bytes": gradient_bytes, "host_memory_bytes": host_bytes(host_memory_gb)}
+    chosen = {name: value for name, value in (("dispatch", dispatch), ("overlap", overlap)) if value is not None}
+    run |= BY_DEFAULT.get(stack, {}) | chosen
     question = Question.from_dict(
         {
             "model": read_model(name),

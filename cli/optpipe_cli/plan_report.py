@@ -23,9 +23,14 @@ from optpipe_solver.planner.settings import bridge, megatron, nemo, torchtitan
 
 GB, S = 1e9, 1000.0
 OTHERS = 5  # divisions beside the best one
-DRAWN = 1.5  # times as long as the best: what takes longer is not in the picture
+DRAWN = 1.5  # times as long as the best: what takes longer is not shown
 HELD = {"weights": 9, "gradients": 11, "optimizer": 11, "workspace": 11, "reserved": 10, "activations": 13, "in all": 8}
 CSV = "schedule.csv"
+SENT = {
+    "none": "gradients are reduced behind the schedule",
+    "replicas": "gradients are reduced beside the last backward",
+    "all": "gradients are reduced beside the last backward, half of tensor parallelism's messages sent beside matmuls",
+}
 TO_MEASURE = {  # where a parameter of the cost model leaves most open
     UNEXPLAINED: "a step of each",
     "link_fraction": "iterations with tensor parallelism, for optpipe calibrate --from",
@@ -53,7 +58,7 @@ def lines(plan: Plan, explain: bool) -> Iterator[str]:
     yield from _memory(plan.question, plan.best)
     yield ""
     yield "with less memory: of all schedules seen those that none beats in both"
-    for nbytes, ms, candidate, method in plan.frontier:
+    for nbytes, ms, candidate, method in (each for each in plan.frontier if each[1] <= DRAWN * plan.best.iteration_ms):
         yield f"{nbytes / GB:9.2f} GB {ms / S:9.4g} s  {candidate}, {method}"
     yield ""
     yield from _other_divisions(plan)
@@ -71,7 +76,7 @@ def _question(plan: Plan) -> Iterator[str]:
         f"{question.model.name or 'model'} on {question.gpus} × {question.gpu.name or 'GPU'}, {question.batch} "
         f"sequences of {estimate.sequence} tokens a step"
     )
-    yield from left_out(question.model)
+    yield from left_out(question.model, question.run.mtp)
     if question.limit:
         yield f"  {question.limit}"
     counts = plan.counts
@@ -81,7 +86,7 @@ def _question(plan: Plan) -> Iterator[str]:
         f"{plan.time_s:.0f} s"
     )
     yield (
-        f"{assumed(estimate)}; gradients are reduced behind the schedule; ZeRO 1 unless another is named"
+        f"{assumed(estimate)}; {SENT.get(estimate.run.overlap, SENT['all'])}; ZeRO 1 unless another is named"
         + ("; nothing is measured on your GPUs" if question.gpu.covariance is None else "")
     )
 
@@ -246,7 +251,7 @@ def write(plan: Plan, folder: Path) -> None:
         for ms, held in candidate.lengths.values()
         if ms <= DRAWN * best.iteration_ms
     ]
-    frontier = [Point(str(candidate), held, ms) for held, ms, candidate, _ in plan.frontier]
+    frontier = [Point(str(c), held, ms) for held, ms, c, _ in plan.frontier if ms <= DRAWN * best.iteration_ms]
     title = f"{plan.question.model.name} on {plan.question.gpus} × {plan.question.gpu.name}: iterations"
     budget = {"a GPU has": plan.question.gpu.memory_bytes}
     chart(seen, {"none beats these": frontier}, budget, title, grey="schedules seen").save(folder / "memory.html")

@@ -21,6 +21,7 @@ from optpipe.transformer.presets import GPUS, MODELS
 from optpipe_cache import Cache
 from optpipe_cli import plan, profile
 from optpipe_cli.main import main
+from optpipe_cli.model import left_out
 from optpipe_cli.plan import Here
 from optpipe_runtime import Setup
 from optpipe_runtime.profiles import BatchSizes, find_factory
@@ -146,6 +147,13 @@ def model(tmp_path: Path) -> tuple[str, ...]:
     memory = {"memory_bytes": GPUS["A100"].reserved_bytes + 3_500_000_000, "gpus_per_node": 2}
     (tmp_path / "gpu.json").write_text(GPUS["A100"].model_copy(update=memory).model_dump_json())
     return str(tmp_path / "shape.json"), "--gpu", str(tmp_path / "gpu.json"), *SIZE
+
+
+def test_prediction_modules_that_are_counted_are_not_left_out():
+    left = "num_nextn_predict_layers = 1 (multi-token prediction: --mtp counts it)"
+    shape = MODELS["deepseek-v3"].model_copy(update={"left_out": (left, "vision_config (vit)")})
+    assert list(left_out(shape, 0)) == [f"  not modelled: {left}; vision_config (vit)"]
+    assert list(left_out(shape, 1)) == ["  not modelled: vision_config (vit)"]
 
 
 def test_it_says_what_to_run_and_writes_it(run: Run, tmp_path: Path, model):

@@ -243,7 +243,8 @@ def others() -> Iterator[Candidate]:
     ):
         for recompute in ("none", "full"):
             model = Transformer.from_dict(shape.model_dump() | more)
-            run = Run.from_dict({"microbatches": 4, "microbatch_size": 2, "recompute": recompute})
+            sent = {"overlap": "all", "dispatch": "once", "precision": "fp8"} if recompute == "none" else {}
+            run = Run.from_dict({"microbatches": 4, "microbatch_size": 2, "recompute": recompute} | sent)
             candidate = Candidate(estimate(model, Parallelism.from_dict(division), GPUS["H100"], run))
             candidate.schedule = generate("1f1b", candidate.problem)
             yield candidate
@@ -295,15 +296,23 @@ MEGATRON_READS = """
 import json, os, sys, typing, typing_extensions
 typing.override = typing_extensions.override  # Python 3.11 has none
 sys.path.append(os.environ.get("MEGATRON_LM", ""))
+from megatron.core import utils
 from megatron.training import arguments
 from optpipe_runtime.megatron.options import require_supported
-arguments.get_device_arch_version = lambda: 9  # asks CUDA
+from packaging.version import Version
+utils.get_te_version = lambda: Version("2.10")  # it is not installed
+arguments.get_device_arch_version = lambda: 9  # asks CUDA, as does the next
+arguments.torch.cuda.get_device_capability = lambda: (9, 0)
 for gpus, words in json.load(sys.stdin):
     os.environ["WORLD_SIZE"], sys.argv = str(gpus), ["train", *words]
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if "--use-megatron-fsdp" in words else "1"
     read = arguments.validate_args(arguments.parse_args())
-    config = arguments.core_transformer_config_from_args(read)
-    require_supported(config, "config")
-    layout = config.pipeline_model_parallel_layout
+    layout = read.pipeline_model_parallel_layout  # a config of experts needs TransformerEngine's kernels
+    if layout:
+        config = arguments.core_transformer_config_from_args(read)
+        if not (read.tp_comm_overlap or read.fp8):  # that Megatron's own functions run
+            require_supported(config, "config")
+        layout = config.pipeline_model_parallel_layout
     stages = [len(chunk) for rank in layout.layout for chunk in rank] if layout else None
     sizes = [
         read.tensor_model_parallel_size, read.pipeline_model_parallel_size, read.context_parallel_size,
@@ -311,7 +320,10 @@ for gpus, words in json.load(sys.stdin):
         read.global_batch_size // read.micro_batch_size // read.data_parallel_size,
     ]
     flags = [
-        read.recompute_granularity, bool(read.use_distributed_optimizer), bool(read.untie_embeddings_and_output_weights)
+        read.recompute_granularity, bool(read.use_distributed_optimizer),
+        bool(read.untie_embeddings_and_output_weights), read.overlap_grad_reduce,
+        read.overlap_param_gather, bool(read.tp_comm_overlap), bool(read.use_megatron_fsdp),
+        read.fp8, read.moe_token_dispatcher_type if read.num_experts else None, bool(read.moe_grouped_gemm),
     ]
     print("READ", json.dumps([*sizes, *flags, stages]))
 """
@@ -331,7 +343,7 @@ def test_megatron_reads_all_flags() -> None:
     model = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 128 --bf16 --swiglu"
     divided = [case.candidate(6) for case in cases(6) if case.method in ("1f1b", "interleaved")]
     asked, expected = [], []
-    for candidate in (*divided, *(other for other in others() if other.estimate.parallelism.zero < 3)):
+    for candidate in (*divided, *others()):
         division, shape, run = candidate.estimate.parallelism, candidate.estimate.shape, candidate.estimate.run
         experts = f"--num-experts {shape.experts} --moe-router-topk 2 --moe-ffn-hidden-size 32" if shape.experts else ""
         asked.append((division.gpus, shlex.split("\n".join((model, experts, *settings.megatron(candidate))))))
@@ -340,7 +352,11 @@ def test_megatron_reads_all_flags() -> None:
             counts[chunk * division.pp + rank] for rank in range(division.pp) for chunk in range(division.chunks)
         ]
         sizes = (division.tp, division.pp, division.cp, division.ep, division.dp, division.chunks, run.microbatches)
-        flags = ("full" if run.recompute == "full" else None, division.zero > 0, not shape.tied)
+        flags = ["full" if run.recompute == "full" else None, division.zero > 0, not shape.tied]
+        replicas = run.overlap != "none" and division.dp * division.cp > 1
+        flags += [replicas, replicas and division.zero > 0, run.overlap == "all" and division.tp > 1]
+        flags += [division.zero == 3, "hybrid" if run.precision == "fp8" else None]
+        flags += ["flex" if run.dispatch == "once" else "alltoall", True] if shape.experts else [None, False]
         expected.append([*sizes, *flags, by_rank if division.pp > 1 else None])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", MEGATRON_READS],

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.problems.planning import RESERVED, SMALL, every, question
+from support.problems.planning import RESERVED, SMALL, every, planned, question
 
 from optpipe import InputError
 from optpipe.formats.modules import AUTOMODEL
@@ -14,7 +14,7 @@ from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Precision, Run, StateSpace
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import Today, running
+from optpipe_solver.planner.candidates import BY_DEFAULT, Today, running
 from optpipe_solver.planner.search import published
 from optpipe_solver.systems import generate
 
@@ -85,7 +85,7 @@ def test_context_parallelism_divides_what_replicas_cannot() -> None:
 
 
 def test_zero_is_what_the_stack_has() -> None:
-    for stack, stages in (("optpipe", {0, 1, 2}), ("torch", {0, 1, 3}), ("megatron", {0, 1})):
+    for stack, stages in (("optpipe", {0, 1, 2}), ("torch", {0, 1, 3}), ("megatron", {0, 1, 3})):
         assert {c.estimate.parallelism.zero for c in every(question(stack=stack))} == stages
     titan = next(c for c in every(question(stack="torch")) if c.estimate.parallelism.zero == 3)
     assert titan.estimate.parallelism.pp == 1
@@ -241,7 +241,6 @@ def test_what_was_predicted_is_asked_of_megatron(precision: Precision, flags: li
 @pytest.mark.parametrize(
     ("run", "stack", "message"),
     [
-        ({"lora": 8}, "optpipe", "lora = 8: adapters are not planned"),
         ({"mtp": 1}, "torch", "mtp = 1: expected 0 with stack torch"),
         ({"mtp": 1, "hybrid": True}, "megatron", "mtp = 1: expected 0 for a hybrid with stack megatron"),
         ({"overlap": "experts", "hybrid": True}, "megatron", "overlap = experts: expected all, as Megatron's combined"),
@@ -253,6 +252,49 @@ def test_what_no_settings_are_written_for_is_not_planned(run: dict[str, int], st
     model = MODELS["nemotron-3-nano"] if run.pop("hybrid", False) else SMALL
     with pytest.raises(InputError, match=message):
         question(run=Run.from_dict({"microbatches": 1, **run}, "run"), stack=stack, model=model)
+
+
+def test_adapters_are_settings_of_those_that_have_them() -> None:
+    found = placed(pp=2, tp=2, chunks=1)
+    run = found.estimate.run.model_copy(update={"lora": 8})
+    found = scheduled(replace(found, estimate=replace(found.estimate, run=run)))
+    (comment,), (other,) = settings.megatron(found), settings.torchtitan(found, "")
+    assert comment.startswith("# no flags: Megatron-LM has no LoRA")
+    assert other.startswith("# no flags: torchtitan has LoRA")
+    assert settings.bridge(found)[-1] == "peft.dim=8"
+    assert settings.nemo(found, "")[-4:][::3] == ["peft:", "  dim: 8"]
+    small = {"stack": "megatron", "run": Run(microbatches=1, lora=8)}
+    assert planned(question(**small)).best.iteration_ms < planned(question(stack="megatron")).best.iteration_ms
+
+
+def test_megatron_is_asked_for_what_is_predicted() -> None:
+    """Nothing of it is its default: what is sent beside computing, by which kernels tokens reach experts, precision."""
+    model = SMALL.model_copy(update={"experts": 4, "experts_per_token": 2, "expert_ffn": 512})
+    run = {"microbatches": 1, "precision": "mxfp8", "gradient_bytes": 2} | BY_DEFAULT["megatron"]
+    asked = question(9 * RESERVED, model=model, gpu=GPUS["GB200"], stack="megatron", run=Run.from_dict(run, "run"))
+    every_one = {
+        (c.division, c.estimate.parallelism.zero): c for c in every(asked) if c.estimate.run.recompute == "none"
+    }
+    flags = " ".join(settings.megatron(every_one[(2, 1, 2, 2, 1), 1]))
+    for flag in (
+        "--tp-comm-overlap",
+        "--overlap-grad-reduce --overlap-param-gather",
+        "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+        "--moe-grouped-gemm --moe-permute-fusion",
+        "--grad-reduce-in-bf16",
+        "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+    ):
+        assert flag in flags
+    lines = settings.bridge(every_one[(2, 1, 2, 2, 1), 1])
+    assert lines[0] == "mixed_precision=bf16_with_mxfp8_mixed"
+    assert {"mixed_precision.grad_reduce_in_fp32=false", "comm_overlap.tp_comm_overlap=true"} < {*lines}
+    assert not [line for line in lines if "fp8_recipe" in line]
+    assert "--use-megatron-fsdp" in " ".join(settings.megatron(every_one[(1, 1, 4, 1, 1), 3]))
+    plain = every_one[(1, 4, 1, 1, 1), 0]
+    alone = replace(plain, estimate=replace(plain.estimate, run=Run(microbatches=8)))
+    flags = " ".join(settings.megatron(alone))
+    assert "overlap" not in flags
+    assert "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --untie" in flags
 
 
 @pytest.mark.parametrize(("name", "layers"), [("nemotron-3-nano", "MEMEM*E"), ("qwen3-next-80b-a3b", "GEGEGE*E")])

@@ -19,8 +19,7 @@ _REFUSED = {
     "a captured graph has an order of its own": """
         enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_modules""",
     "weights are gathered ahead in the order of Megatron's own functions": """
-        tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards gtp_weight_remat_size
-        expert_gtp_weight_remat_size""",
+        gtp_weight_remat_size expert_gtp_weight_remat_size""",
     "only Megatron's own functions call it": "grad_sync_func param_sync_func",
     "random numbers of a recomputation would be others": "use_te_rng_tracker inference_rng_tracker",
     "a step that overflows would have to run again": "moe_expert_rank_capacity_factor",
@@ -95,6 +94,8 @@ _ACCEPTED = {
     param_name_patterns_for_fp32_local_accumulation average_in_collective gradient_reduce_div_fusion
     suggested_communication_unit_size nccl_ub disable_symmetric_registration
     """,
+    "of these Megatron computes options that are refused": """
+    tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards""",
     "it belongs to an option that is refused or to inference, and does nothing without": """
     _cpu_offloading_context cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
     cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers offload_modules

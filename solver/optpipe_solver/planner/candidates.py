@@ -33,6 +33,12 @@ from optpipe_solver.planner.candidate import ROOMY, Candidate
 from optpipe_solver.systems import SYSTEMS, generate
 
 Stack = Literal["optpipe", "torch", "megatron"]
+# What a stack does unless another is chosen: Megatron-LM as its configurations for speed have it.
+BY_DEFAULT: dict[str, dict[str, Any]] = {
+    "optpipe": {},
+    "torch": {},
+    "megatron": {"fused_gradients": True, "overlap": "all", "dispatch": "once"},
+}
 DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "zero", "chunks", "sequences")  # sequences of one micro-batch
 _PART = re.compile(rf"({'|'.join(DEGREES)})[ =]*([0-9]{{1,6}})")
 
@@ -71,8 +77,6 @@ class Question(Document):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.run.lora:
-            raise ValueError(f"lora = {self.run.lora}: adapters are not planned; optpipe model estimates them")
         if self.run.mtp and (self.stack == "torch" or (self.stack == "megatron" and self.model.parts)):
             of = "for a hybrid " * (self.stack == "megatron")
             raise ValueError(
@@ -234,10 +238,10 @@ def _expert_divisions(question: Question, tp: int, replicas: int) -> Iterator[tu
 
 
 def _zeros(question: Question, pp: int, replicas: int) -> tuple[int, ...]:
-    """The stages of ZeRO that the stack has: Megatron 1; torch without a pipeline FSDP, which is 3; our runtime 2."""
+    """The stages of ZeRO that the stack has: our runtime 2; the others without a pipeline FSDP, which is 3."""
     if replicas == 1:
         return (0,)
-    return {"megatron": (1,), "torch": (1, 3) if pp == 1 else (1,), "optpipe": (1, 2)}[question.stack]
+    return {"optpipe": (1, 2)}.get(question.stack, (1, 3) if pp == 1 else (1,))
 
 
 def _shapes(question: Question, pp: int) -> Iterator[tuple[int, Shape]]:

@@ -14,7 +14,7 @@ from optpipe.formats import megatron as arguments
 from optpipe.formats import modules
 from optpipe.formats.torch_csv import schedule_placing
 from optpipe.transformer.estimate import Estimate
-from optpipe.transformer.records import ModuleNames, Transformer
+from optpipe.transformer.records import ModuleNames, Precision, Transformer
 from optpipe_solver.planner.candidate import Candidate
 
 CONFIGS = "config/configs.py"  # of torchtitan
@@ -42,18 +42,27 @@ MEGATRON = {
     "batch": "--global-batch-size",
     "sequence": "--seq-length",
 }
-PRECISIONS = {  # with the name of the mix in Megatron-Bridge
-    "fp8": ("--fp8-format hybrid --fp8-recipe tensorwise", "bf16_with_fp8_current_scaling_mixed"),
-    "mxfp8": ("--fp8-format e4m3 --fp8-recipe mxfp8", "bf16_with_mxfp8_mixed"),
-    "nvfp4": ("--fp4-format e2m1", "bf16_with_nvfp4_mixed"),
+# Of a precision Megatron-LM's flags, and Megatron-Bridge's recipe; matmuls of fewer bits beside 16.
+PRECISIONS: dict[Precision, tuple[str, str]] = {
+    "fp32": ("", "fp32"),
+    "bf16": ("--bf16", "bf16_mixed"),
+    "fp8": ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "bf16_with_fp8_current_scaling_mixed"),
+    "mxfp8": ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "bf16_with_mxfp8_mixed"),
+    "nvfp4": ("--bf16 --fp4-format e2m1 --fp4-recipe nvfp4", "bf16_with_nvfp4_mixed"),
 }
+FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
+NODE = 8  # GPUs of a node over which DeepEP sends, HybridEP over a larger domain
 BRIDGE = {
-    "--micro-batch-size": "train.micro_batch_size",
-    "--global-batch-size": "train.global_batch_size",
-    "--use-distributed-optimizer": "ddp.use_distributed_optimizer",
+    "--ckpt-format": "checkpoint.ckpt_format",
+    "--data-parallel-sharding-strategy": "ddp.data_parallel_sharding_strategy",
     "--overlap-grad-reduce": "ddp.overlap_grad_reduce",
     "--overlap-param-gather": "ddp.overlap_param_gather",
     "--tp-comm-overlap": "comm_overlap.tp_comm_overlap",
+    "--use-megatron-fsdp": "ddp.use_megatron_fsdp",
+    "--grad-reduce-in-bf16": "mixed_precision.grad_reduce_in_fp32",
+    "--micro-batch-size": "train.micro_batch_size",
+    "--global-batch-size": "train.global_batch_size",
+    "--use-distributed-optimizer": "ddp.use_distributed_optimizer",
     "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights",
     "--num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
     "--microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
@@ -69,6 +78,8 @@ def torchtitan(candidate: Candidate, csv: str, tokens: bool | None = None) -> li
     """
     estimate = candidate.estimate
     parallelism, run = estimate.parallelism, estimate.run
+    if run.lora:
+        return [f"# no flags: torchtitan has LoRA in configurations in Python only (rank {run.lora})"]
     tokens = _titan_counts_tokens() if tokens is None else tokens
     flags = _numbers(estimate, TORCHTITAN | (TOKENS if tokens else SEQUENCES))
     flags += [] if tokens else [f"--training.local_batch_size {_local_batch(estimate)}"]
@@ -129,12 +140,19 @@ def nemo(candidate: Candidate, csv: str) -> list[str]:
             "    module_fqns_per_model_part:",
             *(f"    - [{', '.join(names)}]" for names in _parts(estimate, modules.AUTOMODEL)),
         ]
-    return lines
+    target = "  _target_: nemo_automodel.components._peft.lora.PeftConfig"
+    return [*lines, *["peft:", target, "  match_all_linear: true", f"  dim: {run.lora}"][: 4 * (run.lora > 0)]]
 
 
 def megatron(candidate: Candidate) -> list[str]:
-    """Return its flags. It runs a schedule of its own: 1F1B, with chunks interleaved or combined 1F1B."""
-    return [*_megatron(candidate), *PRECISIONS.get(candidate.estimate.run.precision, ())[:1]]
+    """Return its flags, or a comment if it has none. It runs a schedule of its own: 1F1B, with chunks interleaved
+    or combined 1F1B.
+
+    What its default is not, and the estimate counts, is among them, such as what is sent beside computing.
+    """
+    run = candidate.estimate.run
+    flags = _megatron(candidate)
+    return [f"# no flags: Megatron-LM has no LoRA, Megatron-Bridge has (rank {run.lora})"] if run.lora else flags
 
 
 def _megatron(candidate: Candidate) -> list[str]:
@@ -148,32 +166,41 @@ def _megatron(candidate: Candidate) -> list[str]:
         flags += arguments.pair_arguments(candidate.schedule)
     flags += [f"--mtp-num-layers {run.mtp}"] if run.mtp else []
     flags += [f"--expert-tensor-parallel-size {parallelism.etp}"] if parallelism.etp else []
-    if estimate.shape.experts:  # by default each GPU gets all tokens
-        flags.append(f"--moe-token-dispatcher-type {'flex' if run.dispatch == 'once' else 'alltoall'}")
-    if run.overlap != "none" and parallelism.dp * parallelism.cp > 1:
-        flags += ["--overlap-grad-reduce", *["--overlap-param-gather"] * (parallelism.zero > 0)]
-    flags += ["--tp-comm-overlap"] if run.overlap in ("all", "experts") and parallelism.tp > 1 else []
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
+    flags += ["--tp-comm-overlap"] if parallelism.tp > 1 and run.overlap in ("all", "experts") else []
     flags += ["--use-distributed-optimizer"] if parallelism.zero else []
+    flags += [FSDP] if parallelism.zero == 3 else []
+    if run.overlap != "none" and parallelism.dp * parallelism.cp > 1:
+        flags.append(f"--overlap-grad-reduce{' --overlap-param-gather' if parallelism.zero else ''}")
+    flags += ["--grad-reduce-in-bf16"] if run.gradient_bytes == 2 else []
+    if estimate.shape.experts:
+        backend = "deepep" if estimate.gpu.gpus_per_node <= NODE else "hybridep"
+        once = run.dispatch == "once"
+        sends = f"flex --moe-flex-dispatcher-backend {backend}" if once and parallelism.ep > 1 else "alltoall"
+        flags.append(f"--moe-token-dispatcher-type {sends}")
+        flags.append(f"--moe-grouped-gemm{' --moe-permute-fusion' if once else ''}")
     flags += [] if estimate.shape.tied else ["--untie-embeddings-and-output-weights"]
+    flags += ["--attention-backend unfused"] if run.attention == "unfused" else []
     if run.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif run.recompute == "selective":
         flags.append("--recompute-granularity selective")
+    flags += [PRECISIONS[run.precision][0]] if run.precision != "fp32" else []
     return flags
 
 
 def bridge(candidate: Candidate) -> list[str]:
     """Return the same as overrides of a Megatron-Bridge configuration, whose options have other names."""
-    words, lines = shlex.split(" ".join(_megatron(candidate))), list[str]()
+    run, chunks = candidate.estimate.run, candidate.estimate.parallelism.chunks
+    words = shlex.split(" ".join(_megatron(candidate)).removesuffix(PRECISIONS[run.precision][0]))
+    lines = [f"mixed_precision={PRECISIONS[run.precision][1]}"] if run.precision != "fp32" else []
     for name, value in zip(words, [*words[1:], "--"], strict=True):
         if name.startswith("--"):
             option = BRIDGE.get(name, f"model.{name[2:].replace('-', '_')}")
             given = "true" if value.startswith("--") else quote(value)
-            lines.append(f"{option}={'false' if 'share' in option else given}")
-    lines += [f"mixed_precision={mix}" for mix in PRECISIONS.get(candidate.estimate.run.precision, ())[1:]]
-    chunks = candidate.estimate.parallelism.chunks
-    return [*lines, *[f"{BRIDGE['--num-virtual-stages-per-pipeline-rank']}={chunks}"] * (chunks > 1)]
+            lines.append(f"{option}={'false' if 'share' in option or 'fp32' in option else given}")
+    lines += [f"{BRIDGE['--num-virtual-stages-per-pipeline-rank']}={chunks}"] * (chunks > 1)
+    return [*lines, *[f"peft.dim={run.lora}"] * (run.lora > 0)]
 
 
 def hybrid_letters(shape: Transformer) -> list[str]:
