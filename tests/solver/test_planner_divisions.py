@@ -219,23 +219,21 @@ def test_megatron_combines_no_forward_and_backward_with_prediction_on_one_device
 @pytest.mark.parametrize(
     ("precision", "flags", "mix"),
     [
-        ("bf16", [], []),
-        ("fp8", ["--fp8-format hybrid --fp8-recipe tensorwise"], ["bf16_with_fp8_current_scaling_mixed"]),
-        ("mxfp8", ["--fp8-format e4m3 --fp8-recipe mxfp8"], ["bf16_with_mxfp8_mixed"]),
-        ("nvfp4", ["--fp4-format e2m1"], ["bf16_with_nvfp4_mixed"]),
+        ("bf16", "--bf16", "bf16_mixed"),
+        ("fp8", "--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "bf16_with_fp8_current_scaling_mixed"),
+        ("mxfp8", "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "bf16_with_mxfp8_mixed"),
+        ("nvfp4", "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4", "bf16_with_nvfp4_mixed"),
     ],
 )
-def test_what_was_predicted_is_asked_of_megatron(precision: Precision, flags: list[str], mix: list[str]) -> None:
+def test_precision_and_overlap_are_asked_of_megatron(precision: Precision, flags: str, mix: str) -> None:
     candidate = placed(pp=1, tp=2, dp=2, zero=1)
-    estimated = candidate.estimate
-    plain = settings.megatron(candidate)
-    run = estimated.run.model_copy(update={"precision": precision, "overlap": "all"})
-    changed = replace(candidate, estimate=replace(estimated, run=run))
-    further = [flag for flag in settings.megatron(changed) if flag not in plain]
-    assert further == ["--overlap-grad-reduce", "--overlap-param-gather", "--tp-comm-overlap", *flags]
-    further = [line for line in settings.bridge(changed) if line not in settings.bridge(candidate)]
-    assert further[:2] == ["ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true"]
-    assert further[2:] == ["comm_overlap.tp_comm_overlap=true", *(f"mixed_precision={name}" for name in mix)]
+    run = candidate.estimate.run.model_copy(update={"precision": precision, "overlap": "all"})
+    changed = replace(candidate, estimate=replace(candidate.estimate, run=run))
+    further = {"--overlap-grad-reduce --overlap-param-gather", "--tp-comm-overlap", flags}
+    assert {*settings.megatron(changed)} - {*settings.megatron(candidate)} == further - {"--bf16"}
+    asked = {f"ddp.overlap_{name}=true" for name in ("grad_reduce", "param_gather")}
+    asked |= {"comm_overlap.tp_comm_overlap=true", f"mixed_precision={mix}"}
+    assert {*settings.bridge(changed)} - {*settings.bridge(candidate)} == asked - {"mixed_precision=bf16_mixed"}
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ BRIDGE = {
     "--overlap-grad-reduce": "ddp.overlap_grad_reduce",
     "--overlap-param-gather": "ddp.overlap_param_gather",
     "--tp-comm-overlap": "comm_overlap.tp_comm_overlap",
+    "--overlap-moe-expert-parallel-comm": "comm_overlap.overlap_moe_expert_parallel_comm",
+    "--delay-wgrad-compute": "comm_overlap.delay_wgrad_compute",
     "--use-megatron-fsdp": "ddp.use_megatron_fsdp",
     "--grad-reduce-in-bf16": "mixed_precision.grad_reduce_in_fp32",
     "--micro-batch-size": "train.micro_batch_size",
