@@ -48,6 +48,9 @@ def plan(
     mtp: Annotated[int, Parameter(help="Multi-token prediction modules, beside the head.")] = RUN.mtp,
     lora: Annotated[int, Parameter(help="Rank of adapters, which alone are trained; 0: all weights.")] = RUN.lora,
     gradient_bytes: Annotated[int, Parameter(help="Bytes of a gradient.")] = RUN.gradient_bytes,
+    optimizer_bytes: Annotated[
+        int | None, Parameter(help="Bytes of a parameter's optimizer state.")
+    ] = RUN.optimizer_bytes,
     dispatch: Annotated[str | None, Parameter(help="alltoall or once. Default: the stack's.")] = None,
     overlap: Annotated[str | None, Parameter(help="none, replicas, all or experts. Default: the stack's.")] = None,
     offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = OFFLOAD,
@@ -65,7 +68,8 @@ def plan(
     if stack == "primus":
         raise InputError("stack = 'primus': plan for megatron, then optpipe solve problem.json --stack primus")
     run: dict[str, Any] = {"microbatches": 1, "sequence": sequence, "precision": precision, "attention": attention}
-    run |= {"mtp": mtp, "lora": lora, "gradient_bytes": gradient_bytes, "host_memory_bytes": host_bytes(host_memory_gb)}
+    run |= {"mtp": mtp, "lora": lora, "gradient_bytes": gradient_bytes, "optimizer_bytes": optimizer_bytes}
+    run |= {"host_memory_bytes": host_bytes(host_memory_gb)}
     chosen = {name: value for name, value in (("dispatch", dispatch), ("overlap", overlap)) if value is not None}
     run |= BY_DEFAULT.get(stack, {}) | chosen
     question = Question.from_dict(

@@ -21,7 +21,7 @@ from optpipe.lift import lift
 from optpipe.model.ops import MARKS, TRANSFERS
 from optpipe.model.records import each_microbatch
 from optpipe.process.protocol import Bound, Frame, Programs, Ready
-from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds import lower_bound
 from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat import grid as grids
 from optpipe_solver.cpsat.anonymous import AnonymousModel
@@ -45,7 +45,7 @@ def values(problem: Problem, frames: list[Frame], objective: Objective = "makesp
 
 
 def bound(problem: Problem, frames: list[Frame], objective: Objective = "makespan") -> float:
-    return max(trivial_bound(problem, objective), memory_bound(problem, objective), read_frames(problem, frames)[1])
+    return max(lower_bound(problem, objective), read_frames(problem, frames)[1])
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

@@ -21,7 +21,7 @@ from optpipe.evaluate.objective import length_ms
 from optpipe.model.placement import rechunk
 from optpipe.process.protocol import End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_solver import first
-from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds import lower_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.methods import ENGINES, METHODS
 from optpipe_solver.portfolio import Portfolio
@@ -55,7 +55,7 @@ def test_an_answer_is_valid_or_says_why_there_is_none(objective, problem, memory
     values = [length_ms(schedule, objective) for schedule in found]
     assert values == sorted(values, reverse=True) != []
     bound = max(bounds(frames))
-    assert bound == pytest.approx(max(trivial_bound(problem, objective), memory_bound(problem, objective)))
+    assert bound == pytest.approx(lower_bound(problem, objective))
     assert values[-1] >= bound * (1 - 1e-9)
 
 

@@ -84,6 +84,7 @@ def test_a_layout_has_as_many_prediction_modules_as_are_asked_for() -> None:
         ("pp 2, zb-h1", "tp 1, cp 1, zero 1, chunks 1, sequences 1, recompute none"),
         ("pp 2, interleaved, sequences 2", "tp 1, cp 1, zero 1, chunks 2, recompute none"),
         ("tp 2, dp 2, cp 1, zero 1, recompute full", "pp 1, sequences 1, 1f1b"),
+        ("pp 2, chunks 3, sequences 2", "tp 1, cp 1, zero 1, recompute none, interleaved"),
     ],
 )
 def test_all_that_is_not_named_of_today_is_listed(text: str, assumed: str) -> None:

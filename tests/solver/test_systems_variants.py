@@ -215,7 +215,7 @@ def test_a_renumbered_schedule_takes_the_same_time_and_memory(pair: tuple[Proble
     assert peaks(there) == peaks(schedule)
     back = there.renumbered(there.problem.entering(order.tolist()), np.argsort(order))
     assert back.problem == problem
-    assert back == schedule
+    assert back == schedule.with_tables(lambda table: table)  # which leaves out a link's order of no ops
 
 
 @pytest.mark.parametrize("method", SYSTEMS)

@@ -279,9 +279,8 @@ class Today:
     text: str
     degrees: Mapping[str, int]
     written: Mapping[str, str]
-    method: str = "1f1b"
-    recompute: Recompute = "none"
-    assumed: tuple[str, ...] = ()  # of these two, those that are not named
+    method: str | None = None  # else 1F1B, of several stages a device interleaved
+    recompute: Recompute | None = None
 
     @classmethod
     def read(cls, text: str) -> Today:
@@ -303,8 +302,7 @@ class Today:
                     f"today = {text!r}: {part!r} is neither a number of {', '.join(DEGREES)} such as pp 4, nor a "
                     f"published schedule such as 1f1b, nor recompute {', '.join(LEVELS)}"
                 )
-        assumed = (*[f"recompute {LEVELS[0]}"] * (recompute is None), *["1f1b"] * (method is None))
-        return cls(text, degrees, written, method or "1f1b", recompute or LEVELS[0], assumed)
+        return cls(text, degrees, written, method, recompute)
 
     def _division(self, question: Question, pp: int) -> dict[str, Any]:
         """The fields of a `Parallelism` by a layout or a pattern. Raises InputError if it is that of another model."""
@@ -336,7 +334,7 @@ class Today:
         if degrees["ep"] > 1 and (question.stack == "torch" or replicas % degrees["ep"]):
             degrees.setdefault("etp", 1)
         degrees.setdefault("zero", _zeros(question, degrees["pp"], replicas)[-1 if question.stack == "torch" else 0])
-        run = question.run_of(question.batch // dp // size, size, self.recompute)
+        run = question.run_of(question.batch // dp // size, size, self.recompute or LEVELS[0])
         written = self._division(question, degrees["pp"]) if self.written else {}
         if written and chunks not in (None, written["chunks"]):
             raise InputError(f"today = {self.text!r}: has {written['chunks']} stages a rank, not chunks {chunks}")
@@ -381,19 +379,21 @@ class Running:
 
 def running(today: Today, question: Question) -> Running:
     """What today means. Raises InputError if nothing can be divided so, or its schedule is for other stages."""
-    estimated = None
+    estimated = method = None
     for estimated in today.estimates(question):
+        method = today.method or ("interleaved" if estimated.parallelism.chunks > 1 else "1f1b")
         ample = question.candidate(estimated.with_memory(ROOMY))
         with suppress(InputError):  # not a schedule of these stages
-            if SYSTEMS[today.method].placement(ample.problem, "keep") is None:
-                schedule = ample.as_run(generate(today.method, ample.problem))
+            if SYSTEMS[method].placement(ample.problem, "keep") is None:
+                schedule = ample.as_run(generate(method, ample.problem))
                 needs = max(ample.used_bytes(schedule))
                 has = estimated.parallelism.model_dump() | {"sequences": estimated.run.microbatch_size}
                 without = {"dp", *["ep"] * (not question.model.experts)}
                 without |= {"chunks"} if has["pp"] == 1 or today.written else set()
                 names = [name for name in DEGREES if name not in {*today.degrees, *without} and has[name] is not None]
-                assumed = (*(f"{name} {has[name]}" for name in names), *today.assumed)
+                assumed = tuple(f"{name} {has[name]}" for name in names)
+                assumed += (f"recompute {LEVELS[0]}",) * (today.recompute is None) + (method,) * (today.method is None)
                 candidate = question.candidate(estimated)
                 return Running(candidate, schedule, needs, question.gpu.memory_bytes, assumed)
     assert estimated
-    raise InputError(f"today = {today.text!r}: {today.method} is not a schedule of {Candidate(estimated)}; name one")
+    raise InputError(f"today = {today.text!r}: {method} is not a schedule of {Candidate(estimated)}; name one")

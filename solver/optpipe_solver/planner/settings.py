@@ -69,6 +69,20 @@ BRIDGE = {
     "--num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
     "--microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
 }
+# What a recipe may have, and a plan has not unless it is written.
+RECIPE = {
+    "model.context_parallel_size": "1",
+    "model.virtual_pipeline_model_parallel_size": "null",
+    "model.pipeline_model_parallel_layout": "null",
+    "model.mtp_num_layers": "null",
+    "model.recompute_granularity": "null",
+}
+RECIPE_OF_EXPERTS = {
+    "model.expert_model_parallel_size": "1",
+    "model.moe_shared_expert_overlap": "false",
+    "comm_overlap.overlap_moe_expert_parallel_comm": "false",
+    "comm_overlap.delay_wgrad_compute": "false",
+}
 
 
 def torchtitan(candidate: Candidate, csv: str, tokens: bool | None = None) -> list[str]:
@@ -192,7 +206,7 @@ def _megatron(candidate: Candidate) -> list[str]:
 
 
 def bridge(candidate: Candidate) -> list[str]:
-    """Return the same as overrides of a Megatron-Bridge configuration, whose options have other names."""
+    """Return the same as overrides of a Megatron-Bridge recipe, whose options have other names."""
     run, chunks = candidate.estimate.run, candidate.estimate.parallelism.chunks
     words = shlex.split(" ".join(_megatron(candidate)).removesuffix(PRECISIONS[run.precision][0]))
     lines = [f"mixed_precision={PRECISIONS[run.precision][1]}"] if run.precision != "fp32" else []
@@ -202,7 +216,10 @@ def bridge(candidate: Candidate) -> list[str]:
             given = "true" if value.startswith("--") else quote(value)
             lines.append(f"{option}={'false' if 'share' in option or 'fp32' in option else given}")
     lines += [f"{BRIDGE['--num-virtual-stages-per-pipeline-rank']}={chunks}"] * (chunks > 1)
-    return [*lines, *[f"peft.dim={run.lora}"] * (run.lora > 0)]
+    lines += [f"dataset.seq_length={candidate.estimate.sequence}", *[f"peft.dim={run.lora}"] * (run.lora > 0)]
+    written = {line.partition("=")[0] for line in lines}
+    reset = RECIPE | (RECIPE_OF_EXPERTS if candidate.estimate.shape.experts else {})
+    return [*lines, *(f"{option}={value}" for option, value in reset.items() if option not in written)]
 
 
 def hybrid_letters(shape: Transformer) -> list[str]:

@@ -22,7 +22,7 @@ from optpipe.process.protocol import Infeasible, Note, OtherStages, Programs, Re
 from optpipe.reuse import repair
 from optpipe.schedule import Schedule
 from optpipe_solver import engines, methods, tuning
-from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds import memory_bound, ramp_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.clock import Clock, FirstClock, counts_work
 from optpipe_solver.incumbents import Emit, Incumbents
@@ -120,6 +120,7 @@ class Portfolio:
             self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong}"))
         self.heuristics.begin()
         self.incumbents.raise_bound(memory_bound(problem, objective), "memory")
+        self.incumbents.raise_bound(ramp_bound(problem, objective), "ramp")
         return True
 
     def supports(self, engine: str) -> bool:

@@ -6,7 +6,7 @@ from optpipe import Problem, Schedule
 from optpipe.evaluate.objective import Objective
 from optpipe.process.protocol import Frame, Request
 from optpipe_solver import cpsat
-from optpipe_solver.bounds import deferral_bound, memory_bound, trivial_bound
+from optpipe_solver.bounds import deferral_bound, memory_bound, ramp_bound, trivial_bound
 from optpipe_solver.relax import device_bounds, searchable_devices
 from support.frames import bounds, schedules
 
@@ -19,7 +19,7 @@ def bounds_of(problem: Problem, objective: Objective) -> dict[str, float]:
         f"relax {d}": max(device_bounds(problem, d, objective, STATES), default=0.0)
         for d in searchable_devices(problem)
     }
-    each = {"trivial": trivial_bound, "memory": memory_bound, "deferral": deferral_bound}
+    each = {"trivial": trivial_bound, "memory": memory_bound, "deferral": deferral_bound, "ramp": ramp_bound}
     return alone | {name: bound(problem, objective) for name, bound in each.items()}
 
 
