@@ -33,7 +33,7 @@ def main() -> None:
         write_frame(
             Incumbent(method="good engine", schedule=Programs.from_schedule(generate("adaoffload", request.problem)))
         )
-        write_frame(Bound(method="good engine", lower_bound_ms=260.0))
+        write_frame(Bound(method="good engine", lower_bound_ms=270.0))
     if behaviour == "invalid":
         write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("0F0",) * len(request.problem.devices))))
         write_frame(
