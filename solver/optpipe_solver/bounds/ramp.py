@@ -41,11 +41,8 @@ class Steps(NamedTuple):
         gained, freed = (each[:, None] - each for each in (self.done_ms, self.held))
         frees, weighs = freed > 0, self.waiting > 0
         prices = abs(gained[frees]) / freed[frees], self.weight_ms[weighs] / self.waiting[weighs]
-        different = np.unique(np.concatenate(prices).astype(np.float32)).astype(float)
-        some: Floats = different[
-            np.linspace(0, len(different) - 1, min(len(different), tuning.RAMP_PRICES)).astype(int)
-        ]
-        return some
+        different: Floats = np.unique(np.concatenate(prices).astype(np.float32)).astype(float)
+        return different[:: len(different) // tuning.RAMP_PRICES + 1]
 
 
 def steps_on(problem: Problem, d: int, paths: Paths, objective: Objective) -> list[Steps]:

@@ -34,11 +34,7 @@ from optpipe_solver.systems import SYSTEMS, generate
 
 Stack = Literal["optpipe", "torch", "megatron"]
 # What a stack does unless another is chosen: Megatron-LM as its configurations for speed have it.
-BY_DEFAULT: dict[str, dict[str, Any]] = {
-    "optpipe": {},
-    "torch": {},
-    "megatron": {"fused_gradients": True, "overlap": "all", "dispatch": "once"},
-}
+BY_DEFAULT: dict[str, dict[str, Any]] = {"megatron": {"fused_gradients": True, "overlap": "all", "dispatch": "once"}}
 DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "zero", "chunks", "sequences")  # sequences of one micro-batch
 _PART = re.compile(rf"({'|'.join(DEGREES)})[ =]*([0-9]{{1,6}})")
 

@@ -69,6 +69,7 @@ BRIDGE = {
     "--num-virtual-stages-per-pipeline-rank": "model.virtual_pipeline_model_parallel_size",
     "--microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
 }
+OPPOSITE = {"--grad-reduce-in-bf16", "--untie-embeddings-and-output-weights"}  # of what Bridge's option says
 # What a recipe may have, and a plan has not unless it is written.
 RECIPE = {
     "model.context_parallel_size": "1",
@@ -214,7 +215,7 @@ def bridge(candidate: Candidate) -> list[str]:
         if name.startswith("--"):
             option = BRIDGE.get(name, f"model.{name[2:].replace('-', '_')}")
             given = "true" if value.startswith("--") else quote(value)
-            lines.append(f"{option}={'false' if 'share' in option or 'fp32' in option else given}")
+            lines.append(f"{option}={'false' if name in OPPOSITE else given}")
     lines += [f"{BRIDGE['--num-virtual-stages-per-pipeline-rank']}={chunks}"] * (chunks > 1)
     lines += [f"dataset.seq_length={candidate.estimate.sequence}", *[f"peft.dim={run.lora}"] * (run.lora > 0)]
     written = {line.partition("=")[0] for line in lines}
