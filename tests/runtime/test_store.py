@@ -3,6 +3,8 @@ the process, too: its own memory, as the kernel counts it, falls at D and grows 
 is in `test_odd_stages`."""
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,36 @@ def test_parts_differ_by_one_block_at_most(sizes: tuple[int, ...], n: int) -> No
     filled = [sum(sizes[i] for i in group) for group in groups]
     assert sorted(i for group in groups for i in group) == [i for i, size in enumerate(sizes) if size]
     assert max(filled) - min(filled) <= max(sizes, default=0)
+
+
+def jagged_tanh(x: Tensor) -> Tensor:
+    """By a nested tensor, which no store owns."""
+    lengths = torch.tensor([0, 1, x.numel() // cases.WIDTH])
+    return torch.nested.nested_tensor_from_jagged(x.reshape(-1, cases.WIDTH), lengths).tanh().values().view_as(x)
+
+
+class Then(nn.Module):
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(cases.WIDTH, cases.WIDTH), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.relu, partial(torch.softmax, dim=-1), jagged_tanh])
+def test_forwards_that_learn_a_stage_leave_nothing(link: Link, function: Callable[[Tensor], Tensor]) -> None:
+    """A node that saves its own output keeps the graph before it for ever, if a hook returns that output itself."""
+    noted: list[StorageWeakRef] = []
+
+    def noting(x: Tensor) -> Tensor:
+        y = function(x)
+        noted.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (x, y))
+        return y * 2
+
+    make(Then(noting), link)
+    gc.collect()
+    assert [memory.expired() for memory in noted] == [True] * 6
 
 
 @pytest.mark.parametrize("backward", [None, Kind.B])

@@ -190,7 +190,7 @@ class Activation:
     def _pack(self, tensor: Tensor) -> Saved | Staying:
         block = self.keep(tensor)
         if block is None:
-            return Staying(tensor)
+            return Staying(tensor.detach())  # a node that saves its own output would be in a cycle
         saved = Saved(block, tensor)
         self._fresh.append((saved, tensor, version(tensor)))
         return saved

@@ -236,7 +236,7 @@ class Calls:
     @contextmanager
     def noting(self, whole: bool) -> Iterator[None]:
         """Around a forward, in which nothing is split."""
-        with saved_tensors_hooks(lambda saved: saved, self._unpack), Splitting(note=self.note, whole=whole):
+        with saved_tensors_hooks(Tensor.detach, self._unpack), Splitting(note=self.note, whole=whole):
             yield
 
     def _unpack(self, saved: Tensor) -> Tensor:
