@@ -108,7 +108,7 @@ def no_partition_fits(problem: Problem) -> str | None:
         if held[largest].peak > max(memory):
             needed, most = distinct_sizes(held[largest].peak, max(memory))
             return f"layers[{largest}] needs {needed} and no device has more than {most}"
-        stays = sum(each.least(layer.can_offload) for layer, each in zip(layers, held, strict=True))
+        stays = sum(each.least() for each in held)
         if stays > sum(memory):
             which = f"micro-batch {j}" if _differ(layers) else "one micro-batch"
             needed, whole = distinct_sizes(stays, sum(memory))

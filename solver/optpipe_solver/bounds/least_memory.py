@@ -202,7 +202,7 @@ def _options(problem: Problem, s: int, j: int, held: StageBytes, only_all_parts:
     costs, levels = problem.costs, problem.costs.levels
     stays = _Option(Relief(), held.peak, held.stays, 0, 0.0)
     yield stays
-    if costs.can_offload[s]:
+    if held.parts:
         yield from _less(stays, held.parts, float(costs.ms[[Kind.O, Kind.R], s, j].sum()), only_all_parts)
     for k, level in enumerate(held.levels):
         again = _Option(Relief((), k), level.peak, level.checkpoint, 0, float(levels.recompute_ms[k, s, j]))

@@ -168,7 +168,7 @@ def _choice_costs(
     ends += measure(held.weight) * float(ms[Kind.W])
     # Bytes that wait for the backward, and of their parts that can leave; ms of a part's transfers; of a recompute the
     # bytes and ms: of the whole activation, and of the checkpoint of each level. Last, of what is evicted.
-    ways = [(held.stays, held.parts if stage.can_offload else [], float(ms[Kind.O]) + float(ms[Kind.R]), 0, 0.0)]
+    ways = [(held.stays, held.parts, float(ms[Kind.O]) + float(ms[Kind.R]), 0, 0.0)]
     levels = costs_of.levels
     for k, level in enumerate(held.levels):
         out, back, again = (float(x[k, s, j]) for x in (levels.offload_ms, levels.reload_ms, levels.recompute_ms))

@@ -151,13 +151,12 @@ class StageBytes(NamedTuple):
     waiting_peak: int  # the most from the end of B to that of W
     peak: int  # the most from F to the end of the backward
     most: int  # the most at once, whatever is chosen
-    parts: list[int]  # of each part that can leave, if it is not recomputed
+    parts: list[int]  # of each part that can leave, if it is not recomputed; none if nothing can
     levels: list[LevelBytes]
 
-    def least(self, can_offload: bool) -> int:
+    def least(self) -> int:
         """Between F and the backward, at least: what can leave has left, or is to be recomputed."""
-        kept = self.stays - (sum(self.parts) if can_offload else 0)
-        return min([kept, *(level.checkpoint - sum(level.parts) for level in self.levels)])
+        return min([self.stays - sum(self.parts), *(level.checkpoint - sum(level.parts) for level in self.levels)])
 
 
 def stage_bytes(problem: Problem, microbatch: int) -> list[StageBytes]:
@@ -180,6 +179,7 @@ def stage_bytes(problem: Problem, microbatch: int) -> list[StageBytes]:
             levels.append(LevelBytes(checkpoint, recompute, max(peak, recompute), sizes if of.can_offload else []))
         most = max(peak, *(level.peak for level in levels), fused, split, waiting_peak)
         backwards = min(split, fused), waiting, min(waiting_peak, fused), waiting_peak
-        parts = effects.parts[s, microbatch, : stage.offload_parts].tolist()
+        sizes = effects.parts[s, microbatch, : stage.offload_parts].tolist()
+        parts = sizes if stage.can_offload else []
         by_stage.append(StageBytes(forward, stays, *backwards, peak, most, parts, levels))
     return by_stage

@@ -58,7 +58,7 @@ def steps_on(problem: Problem, d: int, paths: Paths, objective: Objective) -> li
         step_ms = np.array([*ms[Kind.F, stages], *ms[Kind.B, stages[::-1]]])
         begins = np.concatenate((reaches, (reaches + trips)[::-1] - step_ms[c:]))
         tail = paths.after[j, stages[0]] if objective == "makespan" else float(ms[Kind.W, stages[0]])
-        least = np.array([held[s].least(problem.stages[s].can_offload) for s in stages])
+        least = np.array([held[s].least() for s in stages])
         # (2c + 1, c) whether each activation is there: from the end of its forward, step k, to the start of its
         # backward, step 2c - 1 - k.
         there = np.array([[k < step <= 2 * c - 1 - k for k in range(c)] for step in range(2 * c + 1)])
@@ -79,11 +79,22 @@ def steps_on(problem: Problem, d: int, paths: Paths, objective: Objective) -> li
 def ramp_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """Return a length in ms that no schedule that fits falls below.
 
-    Let t ms have passed, and micro-batch i have done k_i of its steps on a device, or be at the last of them. Then
-    what the device holds, the sum of held(k_i), fits into its memory M, and step k_i can have begun by then. So for any
-    price x of a byte the device has computed at most x·M + sum over i of max over k of done(k) - x·held(k) (Lagrange),
-    and was idle for the rest of t. Likewise u ms before the end for what is left to do, where weight gradients may wait
-    and hold memory, too. A schedule takes the work of a device and what it is idle after the start and before the end.
+    Let t ms have passed, and micro-batch i have done k_i of its steps on a device, or be at the last of them.
+
+    1. The device holds the sum of held(k_i) at least, which fits into its memory M: activations between their forward
+       and their input gradient, at the fewest bytes that the problem allows.
+    2. Step k_i has begun by then. The i-th micro-batch that enters starts no sooner than i forwards after the first
+       one, and from step to step it takes at least the time that other devices need for it: so k_i is at most K_i.
+    3. The device has computed the sum of done(k_i) at most: these steps, each input gradient with its weight gradient.
+    4. For any price x ≥ 0 of a byte, by 1, that is at most x·M + sum of (done(k_i) - x·held(k_i)), and so at most
+       x·M + the sum over i of the largest done(k) - x·held(k) with k ≤ K_i (a Lagrangian relaxation). The least of it
+       over some prices is work(t).
+    5. So the device was idle for t - work(t) ms by then.
+
+    The same holds backwards in time, u ms before the end, for what is left to compute; there, weight gradients may
+    wait and hold memory, too. A schedule takes the work of a device, what it is idle in its first t ms, and what it is
+    idle in its last u: both together where the work fills t + u at least, so that the two do not overlap; else one of
+    them. Classes of unequal micro-batches add up in 4, each as if it entered alone.
     """
     problem = without_evictions(problem)
     paths = shortest_paths(problem)

@@ -83,8 +83,13 @@ def device_bounds(
 
     All other devices have ample memory and compute as many ops at a time as they like: they only take the least time
     from the end of an op here to the start of what needs it here. Several levels of recomputation become one that is
-    as good as each (`one_level`). The last bound is what this pipeline takes, if `most_states` suffice. If no
-    schedule fits, the bounds end without it.
+    as good as each (`one_level`). So each schedule of the problem is one of this pipeline, with the same times.
+
+    The search is best-first. A state is what the device has done by some moment, with a bound on the end of every
+    schedule that begins like this. All schedules begin with a state that is still to be looked at, so the least of
+    their bounds holds for all, at any time. A state is left out only for one with the same ops done, where everything
+    is ready as early and no more bytes are held: what follows the one can follow the other. The last bound is what this
+    pipeline takes, if `most_states` suffice. If no schedule fits, the bounds end without it.
     """
     problem = one_level(without_evictions(problem))
     paths = shortest_paths(problem)

@@ -115,7 +115,7 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
     held = stage_bytes(problem, j)[s]
     again = held.levels[0] if held.levels else LevelBytes(0, 0, 0, [])  # of the only level; zeros if there is none
     budget = problem.devices[stage.device].activation_budget_bytes
-    part_bytes = sorted(held.parts, reverse=True) if stage.can_offload else []
+    part_bytes = sorted(held.parts, reverse=True)
     # The largest parts leave first: no other choice of parts holds less.
     present = np.array([held.stays - gone for gone in accumulate(part_bytes, initial=0)][::-1], dtype=np.int64)
     return OneStage(
