@@ -29,7 +29,10 @@ def _torch(version: str) -> Stack:
 
 TESTS = "tests/runtime/test_stacks.py"
 # Megatron's flags need a reader: that of the package, or of a checkout.
-MEGATRON = ("tests/runtime/test_megatron.py", f"{TESTS}::test_megatron_reads_all_flags")
+MEGATRON = (
+    *("tests/runtime/test_megatron.py", "tests/runtime/test_megatron_steps.py"),
+    f"{TESTS}::test_megatron_reads_all_flags",
+)
 MEGATRON_IMPORTS = ("six", "regex", "triton")
 TRAINING = f"{TESTS}::test_ten_steps_by_their_own_builders"
 DIVIDED = f"{TESTS}::test_models_train_as_the_settings_divide_them"

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,8 @@ from support.examples import examples
 from support.layouts import RECIPES
 from support.problems.published import Case, published
 from support.ranks import cases, megatron
-from support.ranks.megatron import Division, Outcome
+from support.ranks.megatron import require_same, systems_of, together
+from support.ranks.megatron_model import A2A, BIAS, EXPERTS, MICROBATCHES, Division
 from support.ranks.worker import Ranks
 
 from optpipe import InputError
@@ -28,7 +28,6 @@ from optpipe.formats import megatron as form
 from optpipe.model.ops import OPTIMIZER, Kind, Pair
 from optpipe.model.placement import Placement
 from optpipe.model.records import Stage
-from optpipe.schedule import Schedule
 from optpipe_solver import heuristics, systems
 
 pytestmark = pytest.mark.stacks
@@ -37,30 +36,10 @@ NOT_COMPARED = "with it, losses and gradients have not been compared with Megatr
 WARNS = pytest.mark.filterwarnings("ignore")  # its import tells what it lacks on this machine
 
 
-def systems_of(*names: str) -> list[Schedule]:
-    return [systems.generate(name, cases.problem((0, 1), megatron.MICROBATCHES)) for name in names]
-
-
 def runnable(found: list[Case]) -> list[Case]:
     """Those of one route, with as many stages on each rank, and no optimizer on the host."""
     alike = [case for case in found if len(set(map(case.layout.placement.count, case.layout.placement))) == 1]
     return [case for case in alike if len(case.layout.routes) == 1 and not case.kinds & OPTIMIZER]
-
-
-def together(outcomes: list[Outcome]) -> Outcome:
-    """What all ranks have found."""
-    losses = next((outcome.losses for outcome in outcomes if outcome.losses), [])
-    return Outcome(losses, {name: grad for outcome in outcomes for name, grad in outcome.gradients.items()})
-
-
-def require_same(what: str, outcomes: list[Outcome], expected: Outcome, tolerance: float = 0.0) -> float:
-    """Fails unless losses are those expected, and gradients are, too; the largest difference of a loss."""
-    found = together(outcomes)
-    assert found.gradients.keys() == expected.gradients.keys(), what
-    for name, gradient in found.gradients.items():
-        np.testing.assert_allclose(gradient, expected.gradients[name], tolerance, tolerance, err_msg=f"{what}, {name}")
-    assert found.losses == expected.losses, what
-    return max((abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)), default=0.0)
 
 
 def with_times(stage: Stage, other: Stage) -> Stage:
@@ -92,7 +71,7 @@ def test_layouts_are_read_as_megatron_reads_them(text: str, ranks: int) -> None:
 
 
 def test_every_published_schedule_has_the_losses_and_gradients_of_megatrons_own(ranks: Ranks) -> None:
-    found = runnable(published(ranks.world, (megatron.MICROBATCHES,)))
+    found = runnable(published(ranks.world, (MICROBATCHES,)))
     assert {"1f1b", "zb-h1", "interleaved", "zb-v", "adaoffload", "1f1b-recompute"} <= {case.name for case in found}
     by_rank = ranks(megatron.ours, timeout=3000, schedules=[case.schedule for case in found])
     plain = {
@@ -117,7 +96,7 @@ def test_scripts_get_it_wherever_they_take_the_function_from(ranks: Ranks) -> No
 def test_peaks_are_as_certified_on_the_problem_that_it_profiles(
     placement: tuple[int, ...], activations: float, ranks: Ranks
 ) -> None:
-    ample = cases.problem(placement, megatron.MICROBATCHES, offload_parts=2)
+    ample = cases.problem(placement, MICROBATCHES, offload_parts=2)
     keeping = heuristics.generate("adaoffload", ample)
     (measured, one), (other, two) = ranks(megatron.profiled, schedule=keeping, budget_bytes=10**8)
     assert measured == other
@@ -155,7 +134,7 @@ def test_gradient_buffers_and_token_counts_are_megatrons(per_token: bool, in_bfl
 @pytest.mark.parametrize("per_token", [False, True])
 def test_auxiliary_losses_of_experts_have_megatrons_scale(per_token: bool, ranks: Ranks) -> None:
     schedules = systems_of("1f1b", "zb-h1", "1f1b-recompute")
-    how = {"options": megatron.EXPERTS, "per_token": per_token}
+    how = {"options": EXPERTS, "per_token": per_token}
     theirs = together(ranks(megatron.theirs, placement=(0, 1), **how))
     for schedule, *outcomes in zip(schedules, *ranks(megatron.ours, schedules=schedules, **how), strict=True):
         require_same(schedule.method or "", outcomes, theirs, tolerance=1e-12)
@@ -190,8 +169,6 @@ def test_a_profile_leaves_gradient_buffers_as_they_are(ranks: Ranks) -> None:
     assert ranks(megatron.profiled_in_ddp, schedule=schedule) == [[], []]
 
 
-A2A = megatron.EXPERTS | {"moe_token_dispatcher_type": "alltoall"}
-BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 DIVIDED: dict[str, dict[str, Any]] = {
     "replicas": {},
     "replicas that predict a further token": {"options": {"mtp_num_layers": 1}},
@@ -214,8 +191,7 @@ def test_replicas_and_stages_that_ranks_share(kind: str, four_ranks: Ranks) -> N
     """Two replicas of a pipeline, which get other batches; or one whose stages two ranks compute together."""
     schedules, how = systems_of("1f1b", "zb-h1", "1f1b-recompute"), DIVIDED[kind] | {"in_ddp": True}
     theirs = four_ranks(megatron.theirs, placement=(0, 1), **how)
-    # The processes end: Megatron's DDP is never let go, and its groups have threads.
-    found = four_ranks.to_the_end(megatron.ours, schedules=schedules, **how)
+    found = four_ranks(megatron.ours, schedules=schedules, **how)
     for outcomes, expected in zip(found, theirs, strict=True):
         for schedule, own in zip(schedules, outcomes, strict=True):
             require_same(f"{schedule.method}, {kind}", [own], expected, tolerance=1e-12)
@@ -227,7 +203,7 @@ def test_evaluations_have_no_gradients(ranks: Ranks) -> None:
     (schedule,) = systems_of("zb-h1")
     (none, *_), (losses, collected, _) = found = ranks(megatron.evaluated, schedule=schedule)
     assert none == []
-    assert len(losses) == len(collected) == megatron.MICROBATCHES
+    assert len(losses) == len(collected) == MICROBATCHES
     for *_, with_gradient in found:
         before, trained, after = with_gradient
         assert before == 0 < trained == after
@@ -251,7 +227,7 @@ def test_what_it_cannot_do_is_refused(ranks: Ranks) -> None:
 
 
 def test_embeddings_that_megatron_ties_are_refused_where_it_ties_other_ranks(ranks: Ranks) -> None:
-    (schedule,) = systems_of("zb-v")
+    schedule = systems.generate("zb-v", cases.problem((0, 1, 1, 0), MICROBATCHES))
     for sentences in ranks(megatron.refusals, schedule=schedule, configs=[("mtp_num_layers", 1)], arguments=[]):
         assert sentences == [
             "share_embeddings_and_output_weights or mtp_num_layers: Megatron ties rank 0 with rank 1; the schedule has "
@@ -276,10 +252,11 @@ def test_what_one_rank_refuses_in_a_later_step_ends_it_on_all(ranks: Ranks) -> N
     assert "rank 0 lost its connection" in told
 
 
-def test_groups_end_with_their_test(ranks: Ranks) -> None:
-    """A gloo group has threads, which keep a machine busy by the thousand."""
+def test_models_and_groups_end_with_their_training(ranks: Ranks) -> None:
+    """In Megatron's DistributedDataParallel, which refers to groups. Each gloo group has threads, by the thousand they
+    keep a machine busy."""
     (schedule,) = systems_of("zb-h1")
-    assert ranks(megatron.groups_left, schedule=schedule) == [0, 0]
+    assert ranks(megatron.threads_left, schedule=schedule) == [0, 0]
 
 
 def megatrons_configs() -> list[Any]:
@@ -363,7 +340,7 @@ def test_it_reads_the_layout() -> None:
 
     layers = [problems.stage((n, n, n)) for n in (1, 4, 4, 4, 4, 8)]
     row = problems.pipeline(2, 4, 10**9, problems.stage(), layers=layers)
-    text = form.layout(Placement(chunks=2, layers=(3, 1, 1, 1)).apply(row))
+    text = form.layout_of_counts(form.layer_counts(Placement(chunks=2, layers=(3, 1, 1, 1)).apply(row)))
     read = PipelineParallelLayerLayout(text, pipeline_model_parallel_size=2)
     read.validate_layer_layout(num_layers=4, mtp_num_layers=0)
     assert [[len(chunk) for chunk in rank] for rank in read.layout] == [[3, 1], [1, 1]]
