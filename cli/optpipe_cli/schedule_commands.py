@@ -222,9 +222,15 @@ def export(
     message_bytes: Annotated[
         NonNegativeInt | None, Parameter(help="Of one message between stages: counts PyTorch's buffers.")
     ] = None,
+    gather_ms: Annotated[
+        float | None, Parameter(help="To gather a stage in FSDP: rows do so in time, not all at first.")
+    ] = None,
+    gathered_bytes: Annotated[NonNegativeInt | None, Parameter(help="Of a stage that FSDP has gathered.")] = None,
 ) -> None:
     """`optpipe export`."""
-    exported = exported_as(Schedule.load(schedule), to, without_offload, whole_backwards, message_bytes)
+    exported = exported_as(
+        Schedule.load(schedule), to, without_offload, whole_backwards, message_bytes, gather_ms, gathered_bytes
+    )
     notes = [*(() if exported.costs else exported.misfits), *exported.notes]
     for sentence in [*exported.costs, *(f"note: {note}" for note in notes)]:
         echo(sentence, err=True)

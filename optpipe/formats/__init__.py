@@ -29,7 +29,7 @@ def _file_text(schedule: Schedule) -> str:
     return ScheduleFile.from_schedule(schedule).to_json() + "\n"
 
 
-WRITERS: dict[str, Callable[[Schedule], str]] = {
+WRITERS: dict[str, Callable[..., str]] = {
     "torch-csv": partial(torch_csv.write, messages=False),
     "torch-comms": partial(torch_csv.write, messages=True),
     "torch-comms-waits": partial(torch_csv.write, messages=True, waits=True),
@@ -56,6 +56,8 @@ def export_schedule(
     without_offload: bool = False,
     whole_backwards: bool = False,
     message_bytes: int | None = None,
+    gather_ms: float | None = None,
+    gathered_bytes: int | None = None,
 ) -> str:
     """A schedule in the form that another program reads. If that does not fit the memory there, that is logged.
 
@@ -76,8 +78,19 @@ def export_schedule(
     message_bytes
         The bytes of a message between stages. Buffers of messages count then: up to torch 2.13 of all that a device
         receives, in 2.15 (`torch-comms-waits`) of those that it has at once.
+    gather_ms, gathered_bytes
+        For stages in FSDP: how long it takes to gather the parameters of one, by which rows with messages gather stages
+        in time and shard them again in between (default: once a step), and their bytes, which count then.
     """
-    exported = export(schedule, to, without_offload, whole_backwards, message_bytes)
+    exported = export(
+        schedule,
+        to,
+        without_offload,
+        whole_backwards,
+        message_bytes,
+        gather_ms=gather_ms,
+        gathered_bytes=gathered_bytes,
+    )
     for misfit in exported.misfits:
         log.warning("the exported schedule does not fit: %s", misfit)
     for note in exported.notes:
@@ -91,18 +104,22 @@ def export(
     without_offload: bool = False,
     whole: bool = False,
     message_bytes: int | None = None,
+    gather_ms: float | None = None,
+    gathered_bytes: int | None = None,
 ) -> Export:
     """`export_schedule` with what it costs: the one function of all that hand out a schedule in another form."""
     if to not in WRITERS:
         raise InputError(f"to = {to!r}: one of {', '.join(WRITERS)} is expected{did_you_mean(to, WRITERS, '; ')}")
     exported = leave_out_offload(schedule) if without_offload else schedule
     exported = torch_memory.whole_backwards(exported) if whole else exported
-    text, as_run, notes = WRITERS[to](exported), exported, tuple[str, ...]()
+    if gather_ms is not None and not (to.startswith("torch-comms") and gather_ms >= 0):
+        raise InputError(f"gather_ms = {gather_ms:g}: only torch-comms and torch-comms-waits gather, in at least 0 ms")
+    gathers = {} if gather_ms is None else {"gather_ms": gather_ms}
+    text, as_run, notes = WRITERS[to](exported, **gathers), exported, tuple[str, ...]()
     if to == "primus":
         as_run = primus.as_run(exported)
     elif to.startswith("torch"):
-        rows = [line.split(",") for line in text.splitlines()] if to == "torch-comms-waits" else None
-        as_run, notes = torch_memory.in_torch(exported, rows, message_bytes)
+        as_run, notes = torch_memory.in_torch(exported, to, text, message_bytes, gathered_bytes)
     peaks = [each.compiled.certificate.device for each in (schedule, as_run)]
     costs = []
     for d, (with_it, peak) in enumerate(zip(*peaks, strict=True)) if without_offload else ():

@@ -9,8 +9,11 @@ and WAIT_REDUCE_GRAD, which torch 2.13 does not know.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -18,7 +21,7 @@ from optpipe.errors import InputError
 from optpipe.formats.order import OFFLOAD, hint, in_one_order, numbered_as_computed, require_one_route, require_runnable
 from optpipe.model.ops import BACKWARD, Kind, Op, Pair
 from optpipe.model.problem import Problem
-from optpipe.model.program import STAGE, Program, of_kinds
+from optpipe.model.program import Program, of_kinds
 from optpipe.schedule import Schedule
 
 LETTER = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
@@ -38,7 +41,7 @@ def schedule_placing(chunks: int, shape: str) -> str:
     return "ZBVZeroBubble" if shape == "v" else "Interleaved1F1B"
 
 
-def write(schedule: Schedule, messages: bool, waits: bool = False) -> str:
+def write(schedule: Schedule, messages: bool, waits: bool = False, gather_ms: float = inf) -> str:
     """The rows of a schedule.
 
     Parameters
@@ -48,14 +51,20 @@ def write(schedule: Schedule, messages: bool, waits: bool = False) -> str:
         (`compute_comms`). Without them it places its own, as if all ops took the same time (`compute_only`).
     waits
         With messages, also write where a rank waits for what it has sent, and for its reductions.
+    gather_ms
+        How long it takes to gather the parameters of a stage in FSDP. Gathers end, one at a time on a device, when
+        their stage begins, and a stage is sharded again where it could be gathered once more in time. By default all
+        are gathered first and stay until their last gradients.
 
     Returns one line a device. Raises InputError if the rows cannot express what the schedule does, and names the op;
     ScheduleError if the schedule cannot run. Whether it fits the memory does not matter.
     """
-    return "".join(",".join(row) + "\n" for row in rows(schedule, messages, waits))
+    return "".join(",".join(row) + "\n" for row in rows(schedule, messages, waits, gather_ms=gather_ms))
 
 
-def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool = False) -> list[list[str]]:
+def rows(
+    schedule: Schedule, messages: bool, waits: bool = False, offloads: bool = False, gather_ms: float = inf
+) -> list[list[str]]:
     """The actions of each device, as texts; raises as `write` does.
 
     `offloads` lets O, D and R stand among them in our own text form, such as `0O3.1`, for a runtime that knows them.
@@ -76,10 +85,7 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
     require_runnable(schedule)
     schedule = numbered(schedule)
     devices = [stage.device for stage in problem.stages]
-    # Parameters are gathered in the order in which a rank's stages are used, beside its first ops, and stay until the
-    # stage's last gradient.
-    first_uses = [dict.fromkeys(program.table[:, STAGE].tolist()) if messages else {} for program in schedule.programs]
-    texts = [[f"{s}UNSHARD" for s in stages] for stages in first_uses]
+    texts, shards = _gathers(schedule, gather_ms) if messages else ([[] for _ in schedule.programs], {})
     ops_of = [program.ops() if messages else () for program in schedule.programs]
     last = {op for ops in ops_of for op in {op.stage: op for op in ops if op.kind in WEIGHTS}.values()}
     sent: dict[str, tuple[int, str]] = {}  # by receive: who waits for it, and its wait
@@ -102,7 +108,38 @@ def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool
         for op in ops:
             if op in last:
                 cells += [f"{op.stage}REDUCE_GRAD", *[f"{op.stage}WAIT_REDUCE_GRAD"] * waits, f"{op.stage}RESHARD"]
+        cells += sorted(shards.get(item, ()), key=lambda cell: cell.endswith("UNSHARD"))  # first what makes room
     return [cells + left for cells, left in zip(texts, arrived, strict=True)]
+
+
+def _gathers(schedule: Schedule, ms: float) -> tuple[list[list[str]], dict[Op | Pair, list[str]]]:
+    """Which stages each device gathers first, and what it gathers, in so long, or shards again behind an op or a pair.
+
+    From the last use on, so that each gather ends before the next begins.
+    """
+    rows, start_ms = schedule.compiled.rows, schedule.timeline.start
+    first: list[list[str]] = [[] for _ in schedule.programs]
+    behind = defaultdict[Op | Pair, list[str]](list)
+    for device, at_first in enumerate(first):
+        alone = np.arange(len(rows))[rows.of_device(device)]
+        alone = alone[~(rows.transfer | rows.second)[alone]]
+        items, starts = [rows.item(row) for row in alone.tolist()], start_ms[alone].tolist()
+        last: dict[int, int] = {}  # by stage the item that uses it before
+        uses = []
+        for i, item in enumerate(items):
+            stages = {op.stage for op in (item if isinstance(item, Pair) else (item,))}
+            uses += [(i, s, last.get(s)) for s in sorted(stages)]
+            last |= dict.fromkeys(stages, i)
+        free = inf
+        for i, s, previous in reversed(uses):
+            begin = min(starts[i], free) - ms
+            place = max(0, min(i, bisect_right(starts, begin) - 1))
+            if previous is None or place > previous + 1:
+                free = begin
+                (behind[items[place - 1]] if place else at_first).insert(0, f"{s}UNSHARD")
+                if previous is not None:
+                    behind[items[previous]].insert(0, f"{s}RESHARD")
+    return first, behind
 
 
 require_stages = partial(require_one_route, where="PyTorch's pipelining")

@@ -9,7 +9,7 @@ with GELU 1.53, with ReLU 2.00, GPT-2 1.38, Llama 1.41 to 1.58, encoder layers w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 
 from optpipe.formats import torch_csv
@@ -19,6 +19,8 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, of_kinds
 from optpipe.model.records import StageCosts, each_microbatch
 from optpipe.schedule import Schedule
+
+FSDP_STAGES = 3  # of a rank that torch gathers at a time where it places gathers, and one more for a pair
 
 
 def as_torch_holds(problem: Problem, factor: float | None = None) -> Problem:
@@ -49,41 +51,57 @@ def as_torch_holds(problem: Problem, factor: float | None = None) -> Problem:
 
 
 def in_torch(
-    schedule: Schedule, rows: Sequence[Sequence[str]] | None, message_bytes: int | None
+    schedule: Schedule, form: str, text: str, message_bytes: int | None, gathered_bytes: int | None
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """The schedule on the problem of what PyTorch holds, and a sentence for each thing that a user must know.
+    """The schedule on the problem of what PyTorch holds by these rows, and a sentence for each thing that a user must
+    know.
 
-    Up to torch 2.13 the buffers of all messages that a device receives stay all the time. Since 2.15, if these are its
-    `rows`, each is there from its receive to its micro-batch's last backward on the stage; what the last stage gets to
-    the end, by its outputs and losses. Where the size of a message is given, budgets are so much smaller.
+    Up to torch 2.13 the buffers of all messages that a device receives stay all the time. Since 2.15, by rows for it
+    (`torch-comms-waits`), each is there from its receive to its micro-batch's last backward on the stage; what the last
+    stage gets to the end, by its outputs and losses. Where the size of a message or of a stage's gathered parameters is
+    given, budgets are so much smaller.
     """
     problem, notes = as_torch_holds(schedule.problem), []
-    if rows is None:
+    rows, is_new = [line.split(",") for line in text.splitlines()], form == "torch-comms-waits"
+    own = [len(problem.stages_on(d)) for d in range(len(rows))]
+    if not is_new:
         devices = [stage.device for stage in problem.stages]
         ends = [device for pair in pairwise(devices) if pair[0] != pair[1] for device in pair]
         received = [problem.microbatches * ends.count(d) for d in range(len(problem.devices))]
     else:
         received = [_most_received(row, str(len(problem.stages) - 1)) for row in rows]
-    if message_bytes is not None:
-        budgets = [
-            max(0, each.activation_budget_bytes - n * message_bytes)
-            for each, n in zip(problem.devices, received, strict=True)
-        ]
-        left = [{"activation_budget_bytes": budget} for budget in budgets]
-        changed = [each.model_copy(update=update) for each, update in zip(problem.devices, left, strict=True)]
-        problem = problem.replace(devices=changed)
-    elif most := max(received):
-        buffers = f"all {most} messages" if rows is None else f"up to {most} messages at once"
+    gathered = [min(n, FSDP_STAGES + 1) for n in own] if form == "torch-csv" else [*map(_most_gathered, rows)]
+    left = [
+        {"activation_budget_bytes": max(0, each.activation_budget_bytes - n * (message_bytes or 0) - g * size)}
+        for each, n, g in zip(problem.devices, received, gathered, strict=True)
+        for size in [gathered_bytes or 0]
+    ]
+    changed = [each.model_copy(update=update) for each, update in zip(problem.devices, left, strict=True)]
+    problem = problem.replace(devices=changed)
+    if message_bytes is None and (most := max(received)):
+        buffers = f"up to {most} messages at once" if is_new else f"all {most} messages"
         notes.append(
-            f"{'up to torch 2.13' if rows is None else 'in torch 2.15'} device {received.index(most)} has buffers for "
+            f"{'in torch 2.15' if is_new else 'up to torch 2.13'} device {received.index(most)} has buffers for "
             f"{buffers} that it receives, which are not counted: message_bytes (--message-bytes) counts them"
         )
+    if form == "torch-csv" and max(own) > FSDP_STAGES:
+        notes.append(
+            f"torch gathers {FSDP_STAGES} stages of a rank in FSDP at a time, and others anew: in torch 2.15 "
+            f"max_active_stages={max(own)} keeps all"
+        )
+    if is_new:
+        notes.append("max_outstanding_sends and unshard_lookahead must be torch 2.15's defaults, None and 'full'")
     if any(of_kinds(program.table, Kind.B).any() for program in schedule.programs):
         notes.append(
             "backwards are split, which gives wrong gradients in DDP and where FSDP has parts of a stage: "
             "whole_backwards (--whole-backwards) is for these"
         )
     return schedule.on(problem), tuple(notes)
+
+
+def _most_gathered(row: Sequence[str]) -> int:
+    """The most stages whose parameters are gathered at one time."""
+    return max(accumulate(cell.endswith("UNSHARD") - cell.endswith("RESHARD") for cell in row))
 
 
 def _most_received(row: Sequence[str], last: str) -> int:

@@ -1,5 +1,6 @@
 """What schedules hold in PyTorch's own pipelining, and schedules with whole backwards for its replicas."""
 
+import math
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from support.problems import parsed, strategies
 from support.problems.units import ACTIVATION, units
 
 from optpipe import Schedule, as_torch_holds, certify, check, export_schedule, leave_out_offload, whole_backwards
+from optpipe.errors import InputError
 from optpipe.formats import export
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement, Shape
@@ -155,7 +157,7 @@ def test_buffers_of_messages_count_by_version() -> None:
         fits = schedule.on(problems.with_budgets(problem, most * MIB))
         assert export(fits, to, message_bytes=MIB).misfits == ()
         assert [each.split(" needs")[0] for each in export(tight, to, message_bytes=MIB).misfits] == [f"device {d}"]
-        (note,) = export(tight, to).notes
+        note, *_ = export(tight, to).notes
         assert f"device {d} has buffers for {buffers} messages" in note
     by_rank = export(schedule, WAITS, message_bytes=1).schedule.problem.devices
     assert [18 * MIB - device.activation_budget_bytes for device in by_rank] == [1, 4, 8]
@@ -179,6 +181,78 @@ def test_buffers_in_torch_2_15_by_the_rows(data: st.DataObject) -> None:
     ample = schedule.on(problems.with_budgets(problem, 10**9))
     found = export(ample, WAITS, message_bytes=1).schedule.problem.devices
     assert [10**9 - device.activation_budget_bytes for device in found] == most
+
+
+def stages_in(cell: str) -> set[int]:
+    return {int(stage) for stage, _ in re.findall(r"(\d+)[FIBW](\d+)", cell)}
+
+
+def sharded_cells(row: list[str]) -> list[str]:
+    """Of a row only its computing, gathers and releases."""
+    return [cell for cell in row if stages_in(cell) or re.fullmatch(r"\d+(UNSHARD|RESHARD)", cell)]
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(st.data(), st.sampled_from([0.0, 0.5, 3.0, 20.0, None]))
+def test_stages_are_gathered_by_the_times(data: st.DataObject, ms: float | None) -> None:
+    """No op runs without its stage. One after the other, each gather that does not stand at the row's beginning ends
+    before its stage runs. The most stages that are there at one time count."""
+    problem = data.draw(strategies.looped())
+    schedule = leave_out_offload(data.draw(strategies.schedules(problem)))
+    found = export(schedule.on(problems.with_budgets(problem, 10**9)), WAITS, gather_ms=ms, gathered_bytes=1)
+    rows = schedule.timeline.rows
+    for d, line in enumerate(found.text.splitlines()):
+        starts = schedule.timeline.start[(rows.device == d) & ~rows.second].tolist()
+        there, most, free, ran = dict[int, float](), 0, -math.inf, 0
+        for cell in sharded_cells(line.split(",")):
+            if cell.endswith("UNSHARD"):
+                free = max(free, starts[ran] if ran else -math.inf) + (ms or 0)
+                assert there.setdefault(int(cell.removesuffix("UNSHARD")), free) == free
+            elif cell.endswith("RESHARD"):
+                del there[int(cell.removesuffix("RESHARD"))]
+            else:
+                assert all(there[s] <= starts[ran] + 1e-9 for s in stages_in(cell))
+                ran += 1
+            most = max(most, len(there))
+        assert (there, ran) == ({}, len(starts))
+        assert 10**9 - found.schedule.problem.devices[d].activation_budget_bytes == most
+        assert ms is not None or most == len(problem.stages_on(d))
+
+
+def test_a_stage_in_fsdp_makes_room_while_another_runs() -> None:
+    """All forwards, then all backwards of two stages a rank: both are there only while the next one is gathered."""
+    stages = [problems.stage((1, 1, 1)) | {"device": s % 2} for s in range(4)]
+    directions = ("F", range(4)), ("BW", range(3, -1, -1))
+    each = [f"{s}{kind}{j}" for kind, order in directions for s in order for j in range(4)]
+    programs = [[op for op in each if int(op[0]) % 2 == d] for d in range(2)]
+    schedule = Schedule.parse(problems.pipeline(2, 4, 10**9, stages), programs)
+    row = export_schedule(schedule, WAITS, gather_ms=1.0).splitlines()[0]
+    assert " ".join(sharded_cells(row.split(","))) == (
+        "0UNSHARD 0F0 0F1 0F2 2UNSHARD 0F3 0RESHARD 2F0 2F1 2F2 2F3 2B0 2B1 2B2 0UNSHARD 2B3 2RESHARD 0B0 0B1 0B2 0B3 "
+        "0RESHARD"
+    )
+    for ms, budgets in ((None, [8, 8]), (1.0, [8, 8]), (0.0, [9, 9])):
+        tight = schedule.on(problems.with_budgets(schedule.problem, 10))
+        exported = export(tight, WAITS, gather_ms=ms, gathered_bytes=1)
+        assert [device.activation_budget_bytes for device in exported.schedule.problem.devices] == budgets
+
+
+def test_times_to_gather_are_refused_where_torch_places_gathers() -> None:
+    schedule = generate("1f1b", units(2, 4))
+    for to, ms in (("torch-csv", 1.0), ("megatron", 1.0), (WAITS, -1.0)):
+        with pytest.raises(InputError, match=rf"^gather_ms = {ms:g}: only torch-comms and torch-comms-waits gat"):
+            export(schedule, to, gather_ms=ms)
+
+
+def test_an_export_says_which_options_of_torch_it_needs() -> None:
+    """Where torch places gathers, those of more than three stages a rank; where rows do, defaults in 2.15."""
+    schedule = generate("interleaved", units(2, 4, v=4))
+    notes = {to: " ".join(export(schedule, to).notes) for to in ("torch-csv", "torch-comms", WAITS)}
+    assert "max_active_stages=4 keeps all" in notes["torch-csv"]
+    assert "max_outstanding_sends and unshard_lookahead must be" in notes[WAITS]
+    assert not {"must", "keeps"} & set(notes["torch-comms"].split())
+    budgets = export(schedule, "torch-csv", gathered_bytes=5).schedule.problem.devices
+    assert [10**9 - device.activation_budget_bytes for device in budgets] == [20, 20]
 
 
 def test_an_export_of_split_backwards_says_where_they_are_wrong() -> None:

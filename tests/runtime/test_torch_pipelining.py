@@ -8,8 +8,10 @@ micro-batches at the end of a step.
 import operator
 import re
 from collections.abc import Sequence
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,9 +83,9 @@ IN_A_V = pytest.mark.skipif(NEIGHBOURS_APART, reason="this torch has no neighbou
 LOWERED_THERE = {"1f1b", "zb-v", "dualpipe-v"}  # as rows of compute actions, too, which torch lowers itself
 
 
-def written(case: Case, to: str, folder: Path) -> Rows:
+def written(case: Case, to: str, folder: Path, **how: Any) -> Rows:
     path = folder / f"{case.name}.{to}.csv"
-    path.write_text(export_schedule(case.schedule, to, without_offload=True))
+    path.write_text(export_schedule(case.schedule, to, without_offload=True, **how))
     layout = Layout.from_problem(case.schedule.problem)
     return Rows(path, FORMS[to], layout.placement, layout.microbatches)
 
@@ -177,16 +179,21 @@ def test_a_trace_without_ranges_says_how_to_open_them(ranks: Ranks, tmp_path: Pa
         problem_from("torch-trace", *paths)
 
 
-@IN_A_V
+@pytest.mark.parametrize(
+    ("name", "gather_ms"), [pytest.param("dualpipe-v", None, marks=IN_A_V), ("interleaved", None), ("interleaved", 0.0)]
+)
 @pytest.mark.parametrize("blocks", [False, True])
-def test_stages_sharded_by_fsdp(blocks: bool, four_ranks: Ranks, tmp_path: Path) -> None:
-    """Every stage is gathered before its first op and sharded again behind its last: torch raises where it is not. With
-    blocks on their own only whole backwards have right gradients."""
-    (case,) = (case for case in published(2, (5, 4)) if case.name == "dualpipe-v")
+def test_stages_sharded_by_fsdp(
+    name: str, gather_ms: float | None, blocks: bool, four_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Every stage is gathered before its first op and sharded again behind its last, by times also in between: torch
+    raises where it is not. With blocks on their own only whole backwards have right gradients."""
+    (case,) = (case for case in published(2, (5, 4)) if case.name == name)
     case = case._replace(schedule=whole_backwards(case.schedule)) if blocks else case
-    files = [written(case, COMMS, tmp_path)]
-    outcomes = [done for (done,) in four_ranks(run_all, files=files, sharded=True, blocks=blocks)]
-    require_same(case.name, outcomes, rank_systems.plain(case.layout))
+    file = written(case, COMMS, tmp_path, gather_ms=gather_ms)
+    assert (file.path.read_text().count("UNSHARD") > 4) == (gather_ms is not None)
+    by_rank = four_ranks(run_all, files=[file], sharded=True, blocks=blocks)
+    require_same(case.name, [done for (done,) in by_rank], rank_systems.plain(case.layout))
 
 
 @pytest.mark.parametrize("method", ["1f1b", "zb-h1"])
@@ -246,10 +253,19 @@ def test_each_step_has_an_order_of_its_own(ranks: Ranks) -> None:
         require_same("orders", [(outcome, "") for outcome, _ in outcomes], plain)
     first, *others = (output for _, output in by_rank[1])
     assert all((output == first).all() for output in others)
-    said = ranks(loads, first=schedules[0], second=heuristics.generate("naive", rank_cases.problem((0, 1), 2)))
+    said = ranks(loads, first=schedules[0], second=[heuristics.generate("naive", rank_cases.problem((0, 1), 2))] * 2)
     assert set(said) == {
         "the schedule is for 2 micro-batches: 3 are expected, as in the one that torch_schedule had",
     }
+
+
+def test_ranks_with_different_schedules_are_refused_by_all(ranks: Ranks) -> None:
+    """Whatever differs: the order, the placement, or times, by which messages are placed."""
+    first, placed = (heuristics.generate("naive", rank_cases.problem(order, 3)) for order in ((0, 1), (1, 0)))
+    slower = first.on(rank_cases.problem((0, 1), 3, forward_ms=2.0))
+    for other in (generate("gpipe", first.problem), placed, slower):
+        said = ranks(loads, first=first, second=[first, other])
+        assert set(said) == {"rank 1 has another schedule or problem than rank 0: expected the same on all"}
 
 
 def test_losses_are_found_whatever_the_order_of_forwards(ranks: Ranks, tmp_path: Path) -> None:
@@ -304,12 +320,41 @@ def test_no_published_schedule_takes_more_than_its_certificate(pool: Ranks, micr
         tables.note(case.name, pool.world, "torch_schedule", difference, max(shares))
 
 
+LIVENESS = pytest.mark.skipif(
+    not hasattr(schedules, "analyze_pipeline_activation_liveness"), reason="torch 2.15 has it"
+)
+
+
+def require_alive(name: str, schedule: Schedule, runtime: object) -> tuple[bool, bool]:
+    """Fails unless the certificate counts what `analyze_pipeline_activation_liveness` does where W needs all of an
+    activation. Where it needs nothing, B frees it, and with gradients for W the certificate has more.
+
+    Returns whether they have less and more on some rank.
+    """
+    certified = {}
+    for saved in (0, 100):
+        update = {"activation_bytes": 100, "saved_for_weight_bytes": saved}
+        problem = schedule.problem.replace(stages=[s.model_copy(update=update) for s in schedule.problem.stages])
+        certified[saved] = [peak.bytes / 100 for peak in certify(problem, schedule).device]
+    certified[200] = [peak.bytes / 100 for peak in certify(as_torch_holds(problem), schedule).device]
+    alive = []
+    for d in range(len(problem.devices)):
+        own = problem.stages_on(d)
+        each, whole = (
+            schedules.analyze_pipeline_activation_liveness(runtime, pp_rank=d, stage_indices=own, granularity=by)
+            for by in ("stage_microbatch", "microbatch")
+        )
+        assert whole.num_slots <= each.num_slots <= whole.num_slots * len(own), (name, d)
+        alive.append(each.num_slots)
+    assert certified[100] == alive, name
+    assert all(a <= b <= c for a, b, c in zip(certified[0], alive, certified[200], strict=True)), name
+    return certified[0] != alive, certified[200] != alive
+
+
 @pytest.mark.stacks
-@pytest.mark.skipif(not hasattr(schedules, "analyze_pipeline_activation_liveness"), reason="torch 2.15 has it")
+@LIVENESS
 @pytest.mark.parametrize(("ranks_", "microbatches"), [(2, (5, 4)), (4, (8,)), (4, (17, 16)), (8, (32,))])
 def test_certificates_count_what_torch_finds_alive(ranks_: int, microbatches: tuple[int, ...]) -> None:
-    """`analyze_pipeline_activation_liveness` counts an activation as one until W. So does the certificate where W needs
-    all of it; where it needs nothing, B frees it, and with gradients for W the certificate has more."""
     less, more = set(), set()
     for case in sayable(published(ranks_, microbatches), ranks_):
         schedule = leave_out_offload(case.schedule)
@@ -319,31 +364,52 @@ def test_certificates_count_what_torch_finds_alive(ranks_: int, microbatches: tu
         runtime.pipeline_order_with_comms = {
             d: [schedules._Action.from_str(cell) for cell in row.split(",")] for d, row in enumerate(rows)
         }
-        certified = {}
-        for saved in (0, 100):
-            update = {"activation_bytes": 100, "saved_for_weight_bytes": saved}
-            problem = schedule.problem.replace(stages=[s.model_copy(update=update) for s in schedule.problem.stages])
-            certified[saved] = [peak.bytes / 100 for peak in certify(problem, schedule).device]
-        certified[200] = [peak.bytes / 100 for peak in certify(as_torch_holds(problem), schedule).device]
-        for d in range(ranks_):
-            own = schedule.problem.stages_on(d)
-
-            def slots(granularity: str) -> int:
-                found = schedules.analyze_pipeline_activation_liveness(
-                    runtime,  # noqa: B023
-                    pp_rank=d,  # noqa: B023
-                    stage_indices=own,  # noqa: B023
-                    granularity=granularity,
-                )
-                return int(found.num_slots)
-
-            each, whole = slots("stage_microbatch"), slots("microbatch")
-            assert certified[0][d] <= certified[100][d] == each <= certified[200][d], (case.name, d)
-            assert whole <= each <= whole * len(own), (case.name, d)
-            less |= {case.name} if certified[0][d] < each else set()
-            more |= {case.name} if certified[200][d] > each else set()
+        has_less, has_more = require_alive(case.name, schedule, runtime)
+        less |= {case.name} if has_less else set()
+        more |= {case.name} if has_more else set()
     assert {"zb-h1", "zb-h2"} <= less & more
     assert not (less | more) & {"1f1b", "gpipe", "interleaved"}
+
+
+@pytest.mark.stacks
+@LIVENESS
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("GPipe", "one"),
+        ("LoopedBFS", "loop"),
+        ("Interleaved1F1B", "loop"),
+        ("InterleavedZeroBubble", "loop"),
+        ("ZBVZeroBubble", "v"),
+        ("DualPipeV", "v"),
+    ],
+)
+def test_torchs_own_schedules_are_read_and_certified(name: str, shape: str, tmp_path: Path) -> None:
+    """On 2 to 8 ranks with up to 4 chunks, as `import` reads them. `Schedule1F1B` lists an order that it does not run,
+    with a micro-batch too many; `Interleaved1F1B` with one chunk is 1F1B."""
+    kind, tried = schedules.get_schedule_class(name), 0
+    for p, chunks, m in product((2, 3, 4, 8), {"one": (1,), "v": (2,)}.get(shape, (1, 2, 3, 4)), (4, 8, 9, 12, 16, 24)):
+        looped = (*range(p),) * chunks
+        placement = (*range(p), *reversed(range(p))) if shape == "v" else looped
+        stages = [
+            SimpleNamespace(stage_index=s, num_stages=p * chunks, group_size=p, group_rank=0, submod=nn.Identity())
+            for s in range(p * chunks)
+            if placement[s] == 0
+        ]
+        try:
+            torchs = kind(stages[0] if shape == "one" else stages, m, loss_fn)
+        except ValueError:  # its class does not take so many micro-batches
+            continue
+        path = tmp_path / "rows.csv"
+        rows = ([str(action or "") for action in torchs.pipeline_order[d]] for d in range(p))
+        path.write_text("".join(",".join(row) + "\n" for row in rows))
+        problem = rank_cases.problem(placement, m).replace(overlap_factor=0.8)
+        schedule = import_schedule(path, problems.with_budgets(problem, 10**9))
+        assert check(schedule.problem, schedule) == []
+        require_alive(f"{name} {p}x{chunks}x{m}", schedule, torchs)
+        tried += 1
+    print(name, tried)
+    assert tried >= 12
 
 
 @pytest.mark.stacks

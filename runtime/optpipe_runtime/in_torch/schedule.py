@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -29,6 +30,7 @@ from optpipe.model.ops import OP, Kind, Op
 from optpipe.model.program import of_kinds
 from optpipe.schedule import Schedule, check
 from optpipe_runtime.lowering.plan import StageMicrobatch
+from optpipe_runtime.lowering.prepare import digest
 from optpipe_runtime.memory.activation import Activation, bytes_by_storage, storage_key
 from optpipe_runtime.memory.host_memory import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
@@ -137,7 +139,7 @@ class TorchSchedule(ScheduleRuntime):
         """Runs this schedule from the next step on, such as one for that step's own micro-batches. All ranks call it.
 
         Its micro-batch j is the j-th of the batch, whichever comes first. Raises as `torch_schedule` does, also for
-        another number of micro-batches, and keeps the schedule that it had.
+        another number of micro-batches or where ranks have different schedules, and keeps the schedule that it had.
         """
         _require_placed(schedule, stages := stages_of_schedule(self))
         if schedule.problem.microbatches != self._n_microbatches:
@@ -266,6 +268,7 @@ class TorchSchedule(ScheduleRuntime):
 def _require_placed(schedule: Schedule, stages: Sequence[PipelineStage]) -> None:
     if not stages:
         raise InputError("stages is empty: every rank of a pipeline has a stage")
+    _require_equal(schedule, stages[0].group)
     problem, rank = schedule.problem, stages[0].group_rank
     if stages[0].group_size != len(problem.devices):
         raise InputError(
@@ -283,6 +286,14 @@ def _require_placed(schedule: Schedule, stages: Sequence[PipelineStage]) -> None
                 f"stage {stage.stage_index} is sharded by FSDP: gathered parameters would be taken for activations; "
                 "export the schedule without offload"
             )
+
+
+def _require_equal(schedule: Schedule, group: dist.ProcessGroup | None) -> None:
+    """Raises `InputError` on all ranks of the group unless they have the same schedule of the same problem."""
+    digests = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest(schedule, schedule.problem), group=group)
+    if others := [rank for rank, each in enumerate(digests) if each != digests[0]]:
+        raise InputError(f"rank {others[0]} has another schedule or problem than rank 0: expected the same on all")
 
 
 def _require_splittable(stages: Sequence[PipelineStage]) -> None:

@@ -117,7 +117,7 @@ def lower(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None
         schedule=schedule,
         problem=checked_on,
         certificate=compiled.certificate,
-        digest=_digest(schedule, checked_on),
+        digest=digest(schedule, checked_on),
         actions=lower_ops(programs, rank, layout),
         certified_bytes=tuple(compiled.held.after[compiled.rows.of_device(rank)].tolist()),
         forwards=lower_ops(
@@ -153,7 +153,8 @@ def _require_links(schedule: Schedule, scheduled: Layout, layout: Layout) -> Non
             raise ScheduleError(f"{theirs} is {there} in the schedule's problem, here {here}")
 
 
-def _digest(schedule: Schedule, problem: Problem) -> str:
+def digest(schedule: Schedule, problem: Problem) -> str:
+    """What two schedules, or problems but for their names, have in common only if they are equal."""
     content = hashlib.sha256(problem.sha256.encode())
     for program in schedule.programs:
         content.update(len(program).to_bytes(8, "little") + program.table.astype("<i4").tobytes())

@@ -214,12 +214,12 @@ def run_ordered(schedules: Sequence[Schedule]) -> list[tuple[Outcome, Any]]:
     return found
 
 
-def loads(first: Schedule, second: Schedule) -> str:
-    """What `load` says to a second schedule."""
+def loads(first: Schedule, second: Sequence[Schedule]) -> str:
+    """What `load` says to a second schedule, which is one of these by rank."""
     layout = Layout.from_problem(first.problem)
     runtime = torch_schedule(first, stages_of(own(model(2), layout.placement), 2), loss_fn)
     try:
-        runtime.load(second)
+        runtime.load(second[dist.get_rank()])
     except InputError as error:
         return str(error)
     finally:
