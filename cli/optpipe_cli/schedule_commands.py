@@ -226,10 +226,11 @@ def export(
         float | None, Parameter(help="To gather a stage in FSDP: rows do so in time, not all at first.")
     ] = None,
     gathered_bytes: Annotated[NonNegativeInt | None, Parameter(help="Of a stage that FSDP has gathered.")] = None,
+    mtp: Annotated[NonNegativeInt, Parameter(help="Modules that the layer before the head is, for Megatron.")] = 0,
 ) -> None:
     """`optpipe export`."""
     exported = exported_as(
-        Schedule.load(schedule), to, without_offload, whole_backwards, message_bytes, gather_ms, gathered_bytes
+        Schedule.load(schedule), to, without_offload, whole_backwards, message_bytes, gather_ms, gathered_bytes, mtp
     )
     notes = [*(() if exported.costs else exported.misfits), *exported.notes]
     for sentence in [*exported.costs, *(f"note: {note}" for note in notes)]:

@@ -58,6 +58,7 @@ def export_schedule(
     message_bytes: int | None = None,
     gather_ms: float | None = None,
     gathered_bytes: int | None = None,
+    mtp: int = 0,
 ) -> str:
     """A schedule in the form that another program reads. If that does not fit the memory there, that is logged.
 
@@ -81,16 +82,10 @@ def export_schedule(
     gather_ms, gathered_bytes
         For stages in FSDP: how long it takes to gather the parameters of one, by which rows with messages gather stages
         in time and shard them again in between (default: once a step), and their bytes, which count then.
+    mtp
+        For Megatron, how many multi-token prediction modules the layer before the head stands for.
     """
-    exported = export(
-        schedule,
-        to,
-        without_offload,
-        whole_backwards,
-        message_bytes,
-        gather_ms=gather_ms,
-        gathered_bytes=gathered_bytes,
-    )
+    exported = export(schedule, to, without_offload, whole_backwards, message_bytes, gather_ms, gathered_bytes, mtp)
     for misfit in exported.misfits:
         log.warning("the exported schedule does not fit: %s", misfit)
     for note in exported.notes:
@@ -106,6 +101,7 @@ def export(
     message_bytes: int | None = None,
     gather_ms: float | None = None,
     gathered_bytes: int | None = None,
+    mtp: int = 0,
 ) -> Export:
     """`export_schedule` with what it costs: the one function of all that hand out a schedule in another form."""
     if to not in WRITERS:
@@ -114,8 +110,10 @@ def export(
     exported = torch_memory.whole_backwards(exported) if whole else exported
     if gather_ms is not None and not (to.startswith("torch-comms") and gather_ms >= 0):
         raise InputError(f"gather_ms = {gather_ms:g}: only torch-comms and torch-comms-waits gather, in at least 0 ms")
-    gathers = {} if gather_ms is None else {"gather_ms": gather_ms}
-    text, as_run, notes = WRITERS[to](exported, **gathers), exported, tuple[str, ...]()
+    if mtp and (to != "megatron" or not (mtp > 0 and schedule.problem.layers)):
+        raise InputError(f"mtp = {mtp}: expected a count, for megatron and a problem with layers")
+    how = {"gather_ms": gather_ms} if gather_ms is not None else {"mtp": mtp} if mtp else {}
+    text, as_run, notes = WRITERS[to](exported, **how), exported, tuple[str, ...]()
     if to == "primus":
         as_run = primus.as_run(exported)
     elif to.startswith("torch"):

@@ -62,6 +62,7 @@ def write(schedule: Schedule, mtp: int = 0, letters: Sequence[str] = ()) -> str:
         arguments.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
     if chunks > 1:
         arguments.append(f"--microbatch-group-size-per-virtual-pipeline-stage {group}")
+    arguments += [f"--mtp-num-layers {mtp}"] if mtp else []
     return "".join(f"{argument}\n" for argument in [*arguments, *pair_arguments(schedule)])
 
 

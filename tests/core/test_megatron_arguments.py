@@ -79,6 +79,19 @@ def test_the_layout_names_the_layers_of_each_stage(chunks: int, cuts: tuple[int,
     assert not any("num-virtual-stages" in line for line in found)
 
 
+def test_an_export_says_which_layer_stands_for_prediction_modules() -> None:
+    row = problems.pipeline(2, 4, 10**9, problems.stage(), layers=[EMBEDDING, *[LAYER] * 4, HEAD])
+    schedule = generate("1f1b", Placement(chunks=1, layers=(4, 2)).apply(row))
+    for mtp, expected in ((1, "Ettt|mL"), (2, "Ettt|mmL")):
+        lines = export_schedule(schedule, "megatron", mtp=mtp).splitlines()
+        assert lines[1:] == [f"--pipeline-model-parallel-layout '{expected}'", f"--mtp-num-layers {mtp}"]
+    for to, problem, count in (("json", row, 1), ("megatron", row.replace(layers=None), 1), ("megatron", row, -1)):
+        with pytest.raises(
+            InputError, match=f"^mtp = {count}: expected a count, for megatron and a problem with layers$"
+        ):
+            export_schedule(generate("1f1b", problem), to, mtp=count)
+
+
 def test_layers_add_up_to_their_stage_in_all_bytes() -> None:
     row = problems.pipeline(2, 4, 10**9, problems.stage(), layers=[EMBEDDING, *[LAYER] * 4, HEAD])
     placed = Placement(chunks=1, layers=(4, 2)).apply(row)

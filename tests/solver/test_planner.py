@@ -19,8 +19,9 @@ from optpipe_solver import tuning
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import Candidate, difference
-from optpipe_solver.planner.candidates import Question, branches, candidates
+from optpipe_solver.planner.candidates import Question, branches, candidates, shifted
 from optpipe_solver.planner.search import Plan, PlanSearch, published
 from optpipe_solver.systems import generate
 
@@ -220,6 +221,20 @@ def test_other_stacks_run_what_they_have() -> None:
     assert {c.estimate.run.recompute for c in torch.ranked} == {"none", "full"}
     ample = [planned(question(10 * RESERVED, stack=stack)).best.iteration_ms for stack in ("torch", "megatron")]
     assert ample[0] <= ample[1]  # where torch's buffers do not matter
+
+
+def test_in_megatron_layers_move_as_long_as_that_gains() -> None:
+    """A head as long as three layers: neither even stages nor those of which the longest is shortest are best, but two
+    without any layer."""
+    asked = question(model=SMALL.model_copy(update={"vocabulary": 50_000}), stack="megatron")
+    best = planned(asked).best
+    assert "--pipeline-model-parallel-layout 'E|ttt|ttt|L'" in settings.megatron(best)
+    assert best.iteration_ms < 0.98 * everything(asked)
+    others = [*shifted(asked, best)]
+    assert {other.estimate.parallelism.layers for other in others} >= {(1, 2, 3, 0), (0, 3, 2, 1), (0, 4, 2, 0)}
+    for other in others:
+        schedule = generate("interleaved", other.problem)
+        assert check(other.problem, schedule) or other.with_step_end(schedule.makespan_ms) >= best.iteration_ms
 
 
 def test_torch_has_no_pipeline_for_tied_models() -> None:

@@ -165,6 +165,10 @@ def test_settings_of_other_stacks() -> None:
         "model.share_embeddings_and_output_weights=false",
         "model.virtual_pipeline_model_parallel_size=2",
         "model.context_parallel_size=1",
+        "model.num_layers_in_first_pipeline_stage=null",  # which no layout can have beside it
+        "model.num_layers_in_last_pipeline_stage=null",
+        "model.account_for_embedding_in_pipeline_split=false",
+        "model.account_for_loss_in_pipeline_split=false",
     ]
     run = looped.estimate.run.model_copy(update={"mtp": 2})
     for stage, layout in (None, "Ett|tt|tt|mmL"), (2, "Ett|tt|ttmm|L"):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import permutations
 from math import gcd
 from statistics import mean
 from typing import Annotated, Any, Literal, Self
@@ -163,6 +164,18 @@ def branches(question: Question, candidate: Candidate) -> Iterator[Candidate]:
         if balanced[chunks] != (even_layers(question.model.layers, even.stages, run.mtp), even.stages - 1):
             changed = {"layers": layers, "mtp_stage": mtp_stage if run.mtp else None}
             yield question.candidate(estimated.divided(even.model_copy(update=changed), run))
+
+
+def shifted(question: Question, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield what differs from a candidate in one layer that another stage has; a stage may be left without any."""
+    estimated = candidate.estimate
+    own, run = estimated.parallelism, estimated.run
+    counts = own.layers or even_layers(question.model.layers, own.stages, run.mtp)
+    for a, b in permutations(range(own.stages), 2):
+        layers = tuple(count - (s == a) + (s == b) for s, count in enumerate(counts))
+        if layers[a] >= 0:
+            with suppress(InputError):  # a stage behind the prediction modules has a layer
+                yield question.candidate(estimated.divided(own.model_copy(update={"layers": layers}), run))
 
 
 def _estimates(question: Question) -> Iterator[Estimate]:

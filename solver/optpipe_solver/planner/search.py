@@ -28,7 +28,16 @@ from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import Question, Running, Stack, Today, branches, candidates, running
+from optpipe_solver.planner.candidates import (
+    Question,
+    Running,
+    Stack,
+    Today,
+    branches,
+    candidates,
+    running,
+    shifted,
+)
 from optpipe_solver.systems import SYSTEMS, generate
 
 GB = 1e9
@@ -156,7 +165,9 @@ class PlanSearch:
         if runs:
             runs = self._with_today(runs)
         self._publish()
-        if not self._only_published:
+        if self._only_published:
+            self._shift_layers()
+        else:
             self._list()
             self._search()
         if self.best is None:
@@ -268,6 +279,21 @@ class PlanSearch:
                 return
         if self._only_published:
             candidate.bound_ms = min((ms for ms, _ in candidate.lengths.values()), default=NO_SCHEDULE_MS)
+
+    def _shift_layers(self) -> None:
+        """Move single layers of the best candidate to other stages, also all of a stage, as long as that gains."""
+        clock = self._counting(1.0, 1.0)
+        while (best := self.best) and best.method in ("1f1b", "interleaved") and best.estimate.parallelism.pp > 1:
+            for other in shifted(self.question, best):
+                clock.count(_ops(other) // tuning.PUBLISHED_SPEED)
+                if clock.over:
+                    return
+                self._try_looped(other)
+                if self.best is other:
+                    self.candidates.append(other)
+                    break
+            else:
+                return
 
     def _list(self) -> None:
         """Try list scheduling, which keeps within memory, on what may still win; the memory's bound rules out more."""

@@ -75,6 +75,10 @@ RECIPE = {
     "model.context_parallel_size": "1",
     "model.virtual_pipeline_model_parallel_size": "null",
     "model.pipeline_model_parallel_layout": "null",
+    "model.num_layers_in_first_pipeline_stage": "null",  # refused beside a layout, as the next three are
+    "model.num_layers_in_last_pipeline_stage": "null",
+    "model.account_for_embedding_in_pipeline_split": "false",
+    "model.account_for_loss_in_pipeline_split": "false",
     "model.mtp_num_layers": "null",
     "model.recompute_granularity": "null",
 }
@@ -181,7 +185,7 @@ def _megatron(candidate: Candidate) -> list[str]:
         flags += arguments.write(candidate.schedule, run.mtp, letters).splitlines()
     elif candidate.schedule:
         flags += arguments.pair_arguments(candidate.schedule)
-    flags += [f"--mtp-num-layers {run.mtp}"] if run.mtp else []
+    flags += [f"--mtp-num-layers {run.mtp}"] if run.mtp and parallelism.pp == 1 else []
     flags += [f"--expert-tensor-parallel-size {parallelism.etp}"] if parallelism.etp else []
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
     flags += ["--tp-comm-overlap"] if parallelism.tp > 1 and run.overlap in ("all", "experts") else []
