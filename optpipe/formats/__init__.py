@@ -29,10 +29,10 @@ def _file_text(schedule: Schedule) -> str:
     return ScheduleFile.from_schedule(schedule).to_json() + "\n"
 
 
-WRITERS: dict[str, Callable[..., str]] = {
-    "torch-csv": partial(torch_csv.write, messages=False),
-    "torch-comms": partial(torch_csv.write, messages=True),
-    "torch-comms-waits": partial(torch_csv.write, messages=True, waits=True),
+WRITERS: dict[str, Callable[..., str | list[list[str]]]] = {  # a text, or rows of cells with commas between
+    "torch-csv": partial(torch_csv.rows, messages=False),
+    "torch-comms": partial(torch_csv.rows, messages=True),
+    "torch-comms-waits": partial(torch_csv.rows, messages=True, waits=True),
     "megatron": megatron.write,
     "primus": primus.write,
     "json": _file_text,
@@ -113,17 +113,18 @@ def export(
     if mtp and (to != "megatron" or not (mtp > 0 and schedule.problem.layers)):
         raise InputError(f"mtp = {mtp}: expected a count, for megatron and a problem with layers")
     how = {"gather_ms": gather_ms} if gather_ms is not None else {"mtp": mtp} if mtp else {}
-    text, as_run, notes = WRITERS[to](exported, **how), exported, tuple[str, ...]()
+    written, as_run, notes = WRITERS[to](exported, **how), exported, tuple[str, ...]()
     if to == "primus":
         as_run = primus.as_run(exported)
-    elif to.startswith("torch"):
-        as_run, notes = torch_memory.in_torch(exported, to, text, message_bytes, gathered_bytes)
+    elif not isinstance(written, str):
+        as_run, notes = torch_memory.in_torch(exported, to, written, message_bytes, gathered_bytes)
     peaks = [each.compiled.certificate.device for each in (schedule, as_run)]
     costs = []
     for d, (with_it, peak) in enumerate(zip(*peaks, strict=True)) if without_offload else ():
         needed, offloaded, limit = distinct_sizes(peak.bytes, with_it.bytes, peak.limit or 0)
         verdict = "" if peak.fits else f", more than the {limit} it has"
         costs.append(f"device {d}: {needed} of activations, {offloaded} with offload{verdict}")
+    text = written if isinstance(written, str) else "".join(",".join(row) + "\n" for row in written)
     return Export(text, as_run, tuple(costs), tuple(as_run.compiled.certificate.complaints()), notes)
 
 

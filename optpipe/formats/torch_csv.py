@@ -41,8 +41,17 @@ def schedule_placing(chunks: int, shape: str) -> str:
     return "ZBVZeroBubble" if shape == "v" else "Interleaved1F1B"
 
 
-def write(schedule: Schedule, messages: bool, waits: bool = False, gather_ms: float = inf) -> str:
-    """The rows of a schedule.
+def rows(
+    schedule: Schedule, messages: bool, waits: bool = False, gather_ms: float = inf, offloads: bool = False
+) -> list[list[str]]:
+    """The actions of each device, as texts. Whether the schedule fits the memory does not matter.
+
+    All devices follow one order of all ops (`in_one_order`). A message is sent behind its op, and its receive posted at
+    that place of the order. A rank waits for what it has sent behind its first op that this order has behind the op
+    that the message is for: by the predicted times it has arrived then.
+
+    Raises InputError if the rows cannot express what the schedule does, and names the op; ScheduleError if the schedule
+    cannot run.
 
     Parameters
     ----------
@@ -55,23 +64,8 @@ def write(schedule: Schedule, messages: bool, waits: bool = False, gather_ms: fl
         How long it takes to gather the parameters of a stage in FSDP. Gathers end, one at a time on a device, when
         their stage begins, and a stage is sharded again where it could be gathered once more in time. By default all
         are gathered first and stay until their last gradients.
-
-    Returns one line a device. Raises InputError if the rows cannot express what the schedule does, and names the op;
-    ScheduleError if the schedule cannot run. Whether it fits the memory does not matter.
-    """
-    return "".join(",".join(row) + "\n" for row in rows(schedule, messages, waits, gather_ms=gather_ms))
-
-
-def rows(
-    schedule: Schedule, messages: bool, waits: bool = False, offloads: bool = False, gather_ms: float = inf
-) -> list[list[str]]:
-    """The actions of each device, as texts; raises as `write` does.
-
-    `offloads` lets O, D and R stand among them in our own text form, such as `0O3.1`, for a runtime that knows them.
-
-    All devices follow one order of all ops (`in_one_order`). A message is sent behind its op, and its receive posted at
-    that place of the order. A rank waits for what it has sent behind its first op that this order has behind the op
-    that the message is for: by the predicted times it has arrived then.
+    offloads
+        Let O, D and R stand among them in our own text form, such as `0O3.1`, for a runtime that knows them.
     """
     problem = schedule.problem
     require_stages(problem)

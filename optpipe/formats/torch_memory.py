@@ -51,33 +51,29 @@ def as_torch_holds(problem: Problem, factor: float | None = None) -> Problem:
 
 
 def in_torch(
-    schedule: Schedule, form: str, text: str, message_bytes: int | None, gathered_bytes: int | None
+    schedule: Schedule, form: str, rows: Sequence[Sequence[str]], message_bytes: int | None, gathered_bytes: int | None
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """The schedule on the problem of what PyTorch holds by these rows, and a sentence for each thing that a user must
-    know.
+    """The schedule on the problem of what PyTorch holds, and a sentence for each thing that a user must know.
 
-    Up to torch 2.13 the buffers of all messages that a device receives stay all the time. Since 2.15, by rows for it
-    (`torch-comms-waits`), each is there from its receive to its micro-batch's last backward on the stage; what the last
-    stage gets to the end, by its outputs and losses. Where the size of a message or of a stage's gathered parameters is
-    given, budgets are so much smaller.
+    Up to torch 2.13 the buffers of all messages that a device receives stay all the time. Since 2.15, by rows for it,
+    each is there from its receive to its micro-batch's last backward on the stage; what the last stage gets to the end,
+    by its outputs and losses. Where the size of a message or of a gathered stage is given, budgets are so much smaller.
     """
-    problem, notes = as_torch_holds(schedule.problem), []
-    rows, is_new = [line.split(",") for line in text.splitlines()], form == "torch-comms-waits"
+    problem, notes, is_new = as_torch_holds(schedule.problem), [], form == "torch-comms-waits"
     own = [len(problem.stages_on(d)) for d in range(len(rows))]
     if not is_new:
-        devices = [stage.device for stage in problem.stages]
-        ends = [device for pair in pairwise(devices) if pair[0] != pair[1] for device in pair]
+        ranks = [stage.device for stage in problem.stages]
+        ends = [rank for pair in pairwise(ranks) if pair[0] != pair[1] for rank in pair]
         received = [problem.microbatches * ends.count(d) for d in range(len(problem.devices))]
     else:
         received = [_most_received(row, str(len(problem.stages) - 1)) for row in rows]
-    gathered = [min(n, FSDP_STAGES + 1) for n in own] if form == "torch-csv" else [*map(_most_gathered, rows)]
-    left = [
-        {"activation_budget_bytes": max(0, each.activation_budget_bytes - n * (message_bytes or 0) - g * size)}
-        for each, n, g in zip(problem.devices, received, gathered, strict=True)
-        for size in [gathered_bytes or 0]
-    ]
-    changed = [each.model_copy(update=update) for each, update in zip(problem.devices, left, strict=True)]
-    problem = problem.replace(devices=changed)
+    devices = []
+    for each, row, stages, messages in zip(problem.devices, rows, own, received, strict=True):
+        changes = (cell.endswith("UNSHARD") - cell.endswith("RESHARD") for cell in row)
+        gathered = min(stages, FSDP_STAGES + 1) if form == "torch-csv" else max(accumulate(changes))
+        left = each.activation_budget_bytes - messages * (message_bytes or 0) - gathered * (gathered_bytes or 0)
+        devices.append(each.model_copy(update={"activation_budget_bytes": max(0, left)}))
+    problem = problem.replace(devices=devices)
     if message_bytes is None and (most := max(received)):
         buffers = f"up to {most} messages at once" if is_new else f"all {most} messages"
         notes.append(
@@ -97,11 +93,6 @@ def in_torch(
             "whole_backwards (--whole-backwards) is for these"
         )
     return schedule.on(problem), tuple(notes)
-
-
-def _most_gathered(row: Sequence[str]) -> int:
-    """The most stages whose parameters are gathered at one time."""
-    return max(accumulate(cell.endswith("UNSHARD") - cell.endswith("RESHARD") for cell in row))
 
 
 def _most_received(row: Sequence[str], last: str) -> int:

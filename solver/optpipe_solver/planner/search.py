@@ -28,16 +28,7 @@ from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import (
-    Question,
-    Running,
-    Stack,
-    Today,
-    branches,
-    candidates,
-    running,
-    shifted,
-)
+from optpipe_solver.planner.candidates import Question, Running, Stack, Today, branches, candidates, running, shifted
 from optpipe_solver.systems import SYSTEMS, generate
 
 GB = 1e9
