@@ -38,11 +38,11 @@ def _grouped(share: Share, keys_of_query: float) -> Piece:
         weights=shape.hidden * (2 * queries + 2 * keys + gate) + shape.all_vectors.attention,
         saved=(
             Saved("norm input", whole, None),
-            Saved("qkv input", whole, "cheap", operand=True),
+            share.operand("qkv input", whole, "cheap"),
             Saved("queries", share.tensor_bytes(queries)),
             *([Saved("gate and what it multiplies", share.tensor_bytes(2 * gate))] if gate else []),
             Saved("keys and values", 2 * share.tensor_bytes(keys)),
-            Saved("projection input", share.tensor_bytes(queries), operand=True),
+            *_saved_output(share, queries),
             *_saved_scores(share),
             *share.residual_mask(),
         ),
@@ -83,12 +83,12 @@ def _latent(share: Share, keys_of_query: float) -> Piece:
         weights=down + up + values * shape.hidden + latent_width + shape.all_vectors.attention,
         saved=(
             Saved("norm input", whole, None),
-            Saved("latents' input", whole, "cheap", operand=True),
+            share.operand("latents' input", whole, "cheap"),
             Saved("latents", latents),
-            Saved("latents after their norms", latents, "cheap", operand=True),
+            share.operand("latents after their norms", latents, "cheap"),
             Saved("queries", share.tensor_bytes(keys)),
             Saved("keys and values", share.tensor_bytes(keys + values)),
-            Saved("projection input", share.tensor_bytes(values), operand=True),
+            *_saved_output(share, values),
             *_saved_scores(share),
             *share.residual_mask(),
         ),
@@ -108,6 +108,13 @@ def _latent(share: Share, keys_of_query: float) -> Piece:
         )
         + _unfused(share, keys / heads, shape.value_size),
     )
+
+
+def _saved_output(share: Share, width: float) -> list[Saved]:
+    """What attention puts out and the projection takes, one tensor unless that is rounded; flash attention saves it."""
+    operand = share.operand("projection input", share.tensor_bytes(width))
+    rounded = share.run.attention == "flash" and share.operand_bytes < share.run.value_bytes
+    return [*([Saved("attention's output", share.tensor_bytes(width))] if rounded else []), operand]
 
 
 def _saved_scores(share: Share) -> list[Saved]:

@@ -367,8 +367,12 @@ def device_memory(share: Share, gpu: Gpu, pieces: Sequence[Piece], received: int
     # While an op runs: recomputed tensors and gradients of a piece, messages; with ZeRO 3 the weights of a layer and
     # the next, with ZeRO 2 a layer's gradients before they are reduced.
     kinds = _by_kind(pieces).values()
+    in_turn = {"head": 1 + run.mtp, "prediction": max(1, run.mtp)}  # one after the other goes back
     inside = max(
-        piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in kinds
+        each.activation_bytes("none")
+        - each.activation_bytes(run.recompute)
+        + each.gradients / in_turn.get(each.kind, 1)
+        for each in kinds
     )
     buffers = max(MESSAGES, run.keep_received * run.microbatches * received)
     messages = buffers * share.message_bytes if share.parallelism.pp > 1 else 0.0

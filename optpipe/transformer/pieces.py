@@ -107,7 +107,7 @@ def _prediction(share: Share, layer: Piece) -> Piece:
         traffic=2 * NORM * whole,
         passes=3,
     )
-    saved = (Saved("norms' inputs", 2 * whole), Saved("projection's input", 2 * whole, operand=True))
+    saved = (Saved("norms' inputs", 2 * whole), share.operand("projection's input", 2 * whole))
     kept = tuple(replace(each, dropped_by=None) for each in (*saved, *layer.saved))
     copied, vectors = shape.embedding_matrix / share.parallelism.tp, 2 * shape.hidden + shape.all_vectors.head
     return Piece(
@@ -166,7 +166,7 @@ def _mlp(share: Share) -> Piece:
         weights=shape.hidden * local_width * matrices + shape.all_vectors.mlp,
         saved=(
             Saved("norm input", whole),
-            Saved("MLP input", whole, "cheap", operand=True),
+            share.operand("MLP input", whole, "cheap"),
             *_saved_between(share, local_width * share.tokens),
             *share.residual_mask(),
         ),
@@ -184,7 +184,8 @@ def _mlp(share: Share) -> Piece:
 def _experts(share: Share) -> Piece:
     """Router, experts and the shared expert. Each token is sent to `experts_per_token` experts and back.
 
-    What comes back is weighted by the router and stays saved for the weights' gradients.
+    What comes back is weighted by the router and stays saved for the weights' gradients; Megatron-core's weights
+    multiply in the activation function instead (0.16.1, experts.py).
     """
     shape, parallelism, whole = share.shape, share.parallelism, share.message_bytes
     tp, ep, along = parallelism.tp, parallelism.ep, parallelism.along_sequence
@@ -214,10 +215,14 @@ def _experts(share: Share) -> Piece:
             Saved("norm input", whole),
             Saved("router's input", whole, "cheap", operand=True),
             Saved("router's output", FP32 * share.tokens * shape.experts / along),
-            Saved("experts' input", sent_bytes, operand=True),
+            share.operand("experts' input", sent_bytes),
             *_saved_between(share, numbers),
-            Saved("experts' output", share.tensor_bytes(shape.experts_per_token * hidden) / along),
-            *([Saved("latents", share.tensor_bytes(latent) / along, operand=True)] if latent else []),
+            *(
+                []
+                if share.run.fused_gradients
+                else [Saved("experts' output", share.tensor_bytes(copies * hidden) / along)]
+            ),
+            *([share.operand("latents", share.tensor_bytes(latent) / along)] if latent else []),
         ),
         gradients=shape.up_matrices * middle
         + sent_bytes
@@ -258,7 +263,7 @@ def _saved_between(share: Share, numbers: float) -> list[Saved]:
     return [
         *([Saved("gate", size, "cheap")] if shape.gated and not share.run.fused else []),
         Saved("activation function's input", shape.up_matrices * size),
-        Saved("activation function's output", size, "cheap", operand=True),
+        share.operand("activation function's output", size, "cheap"),
     ]
 
 

@@ -332,7 +332,8 @@ class RunOptions(Document):
         Tokens of a sequence. Default: the preset's.
     precision
         bf16, fp8 (a scale a tensor), mxfp8 (a scale for 32 numbers), nvfp4 (4 bits, a scale for 16) or fp32. Only
-        layers' matmuls have 8 or 4 bits; weights, activations, routers and the head have 16.
+        layers' matmuls have 8 or 4 bits; weights, activations, routers and the head have 16. Weights are not there
+        in both (`--fp8-param-gather`).
     attention
         flash or unfused.
     fused
@@ -347,7 +348,8 @@ class RunOptions(Document):
         Bytes of a gradient.
     fused_gradients
         Matmuls add to the gradients themselves (TransformerEngine, Megatron-LM), and leave autograd an empty gradient
-        of each shape of a layer's weights.
+        of each shape of a layer's weights. With them operands are saved with the bits that are computed with, and
+        experts' outputs are not saved.
     fused_experts
         One kernel multiplies with all experts' matrices, activates and rounds (TransformerEngine's grouped MLP).
     mtp

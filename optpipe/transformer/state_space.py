@@ -32,10 +32,10 @@ def state_space(share: Share) -> Piece:
         weights=share.shape.hidden * (projected + inner) + mixed * mixer.kernel + _vectors(mixer, heads, inner, mixed),
         saved=(
             Saved("norm input", whole, None),
-            Saved("projection's input", whole, "cheap", operand=True),
+            share.operand("projection's input", whole, "cheap"),
             Saved("projected", share.tensor_bytes(projected)),
             Saved("scan's output", share.tensor_bytes(inner)),
-            Saved("gated norm's output", share.tensor_bytes(inner), "cheap", operand=True),
+            share.operand("gated norm's output", share.tensor_bytes(inner), "cheap"),
             *share.residual_mask(),
         ),
         gradients=share.tensor_bytes(projected) + whole,

@@ -17,14 +17,13 @@ from optpipe.errors import InputError
 from optpipe.model.records import EXCHANGE, StageCosts
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Precision, Recompute, Run
-from optpipe.transformer.work import LEVELS, SCAN_SLOWER, Collective, Matmul, Piece, Work
+from optpipe.transformer.work import LEVELS, OPERAND_BYTES, SCAN_SLOWER, Collective, Matmul, Piece, Work
 
 MS, US = 1000, 1e-3  # ms of a second and of a microsecond
 # The scores' backward over their forward: four matmuls for two; flash attention computes the scores once more, five for
 # two (Dao 2023, FlashAttention-2, section 3.1).
 SCORES_BACKWARD = {"flash": 2.5, "unfused": 2.0}
 TRAFFIC_BACKWARD = 2  # F reads x and writes y, B reads x and dy and writes dx, and norms read both once more
-OPERAND_BYTES: dict[Precision, float] = {"bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "fp32": 4}
 UNALIGNED = 1.5  # times as long: heads of 50257 words in vTrain's rows; Netflix (2026) has 3 in all of such a head
 ROUNDED_TWICE = 2  # along rows for one matmul, along columns for the other one of the two that a tensor is in
 HIDDEN = (

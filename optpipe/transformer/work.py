@@ -11,13 +11,14 @@ from functools import cached_property
 from math import ceil, floor, prod
 from typing import Literal, NamedTuple
 
-from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
+from optpipe.transformer.records import Parallelism, Precision, Recompute, Run, Transformer
 
 FP32, MASK = 4, 1  # bytes
 NORM, RESIDUAL = 2, 3  # tensors of the width of the model that are read and written
 # What the kernels of a scan take over their operations and bytes at the speeds of attention and memory: learned from
 # given rows of Nemotron 3 Nano on five GPUs (docs/costs.md).
 SCAN_SLOWER = 3
+OPERAND_BYTES: dict[Precision, float] = {"bf16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5, "fp32": 4}
 LEVELS: tuple[Recompute, ...] = ("none", "selective", "cheap", "full")  # each computes again what those before it do
 
 
@@ -200,6 +201,15 @@ class Share:
     def tensor_bytes(self, width: float) -> float:
         """Of a tensor that has `width` numbers for each token."""
         return self.run.value_bytes * self.tokens * width
+
+    @property
+    def operand_bytes(self) -> float:
+        """Of a number that a layer's matmul takes, as it is saved: TransformerEngine's save what they have rounded."""
+        return OPERAND_BYTES[self.run.precision] if self.run.fused_gradients else self.run.value_bytes
+
+    def operand(self, name: str, nbytes: float, dropped_by: Recompute | None = "full") -> Saved:
+        """A matmul's operand, which would have so many bytes if it was not rounded."""
+        return Saved(name, nbytes * self.operand_bytes / self.run.value_bytes, dropped_by, operand=True)
 
     @property
     def mask_bytes(self) -> float:

@@ -59,7 +59,10 @@ def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
     changed += [{"family": "bert", "tensor-model-parallel-size": ""}, {"sequence-parallel": "True"}]
     experts = {"num-experts": "8", "moe-router-topk": "2", "tensor-model-parallel-size": "4"}
     experts |= {"pipeline-model-parallel-size": "1", "expert-model-parallel-size": "2", "case": "ep2_etp2_resume"}
-    changed += [experts, experts | {"case": "ep2_etp2_release", "global-batch-size": "128"}]
+    release = experts | {"global-batch-size": "128"}
+    changed += [experts, release | {"case": "ep2_etp2_release"}]
+    whole = release | {"case": "release", "gpu": "gb200", "expert-model-parallel-size": "32", "num-experts": "64"}
+    changed += [whole, whole | {"vocab-size": ""}, whole | {"expert-model-parallel-size": "16"}]
     tests = [values, *(values | each for each in changed)]
     lines = [GOLDEN, *(",".join(each.values()) for each in tests)]
     tables = {"golden": "\n".join(lines), "bridge": BRIDGE}
@@ -77,7 +80,7 @@ def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
         *(("simumax-b200.csv", str(n)) for n in (2, 3)),
         *(("mlperf-405b.csv", str(n)) for n in (2, 3)),
         *(("megatron-bridge.csv", str(n)) for n in range(2, 10)),
-        *(("megatron-golden.csv", str(n)) for n in range(2, 14)),
+        *(("megatron-golden.csv", str(n)) for n in range(2, 17)),
     ]
     refused = {(row["table"], row["row"]): row["not_predicted"] for row in rows if not row["predicted_ms"]}
     assert refused == {
@@ -105,7 +108,11 @@ def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
     queries = 2 * 4096 * 4096 // 2
     assert peaks["2"] - peaks["8"] == pytest.approx((8 - 2) * 4 * queries, rel=0.01)  # queries, keys, values, outputs
     assert peaks["11"] < peaks["2"]  # what tensor parallelism leaves whole is divided
-    assert peaks["13"] > peaks["12"]  # one expert of four gets three times its share, but the batch has more GPUs
+    assert peaks["13"] > peaks["12"]  # one expert of four gets twice its share, but the batch has more GPUs
+    words = (256000 - 32000) // 4  # of a GPU: 18 bytes a weight, logits of 32 bits, and at most gradients of 16
+    more = peaks["15"] - peaks["14"] - 18 * words * 4096
+    assert 4 * words * 4096 < more <= 6 * words * 4096
+    assert peaks["14"] > peaks["16"]  # 16 nodes of GB200 are 64 GPUs: 2 whole experts each, or 4 over tp 4
     assert all(f"{table}, line {row}" in ended.out for table, row in refused)
     assert "| Bridge, Hopper, dense | 6 | 4 |" in ended.out
     assert "of 1 |" in ended.out.split("Bridge, Hopper, dense")[1].splitlines()[0]  # tp 8 against tp 4

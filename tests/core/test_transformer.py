@@ -468,6 +468,32 @@ def test_matmuls_that_add_to_gradients_leave_empty_ones_of_16_bits():
     assert fused - plain == pytest.approx(2 * (attention + vectors))
 
 
+@pytest.mark.parametrize(("precision", "bits"), [("fp8", 8), ("mxfp8", 8), ("nvfp4", 4)])
+@pytest.mark.parametrize("attention", ["flash", "unfused"])
+def test_operands_that_are_rounded_are_saved_so_where_matmuls_add_to_gradients(precision, bits, attention):
+    """12·b·s·h bytes of 16 bits beside the projection's 2·b·s·h, which flash attention saves as they are, too."""
+    bsh, share, run = 512 * 1024, bits / 16, {"attention": attention, "gpu": "B200"}
+    wide, fused = (layer(**run, fused_gradients=each) for each in (False, True))
+    assert wide == fused == replace(layer(**run, precision=precision), work=wide.work)
+    narrow = layer(**run, precision=precision, fused_gradients=True)
+    kept = 2 * bsh * (attention == "flash")
+    assert narrow.activation_bytes("none") == wide.activation_bytes("none") - 14 * bsh * (1 - share) + kept
+    assert narrow.saved_for_weight_bytes == wide.saved_for_weight_bytes - 14 * bsh * (1 - share)
+
+
+def test_megatron_core_saves_nothing_that_comes_back_from_experts():
+    """Its weights of tokens multiply in the activation function; else k·b·s·h numbers of 16 bits wait for them."""
+    whole, less = (layer(MODELS["mixtral-8x7b"], fused_gradients=each) for each in (False, True))
+    assert whole.activation_bytes("none") - less.activation_bytes("none") == 2 * 2 * 4096 * 4096
+
+
+def test_heads_of_several_predictions_go_back_one_after_the_other():
+    """So that there are gradients of one head's logits at a time, however many wait from B until W."""
+    one, three = (made(mtp=modules) for modules in (0, 2))
+    assert one.devices[0].workspace == 2 * 512 * 50000 == three.devices[0].workspace
+    assert three.pieces[-1].gradients == 3 * one.pieces[-1].gradients
+
+
 def test_undivided_experts_are_spread_over_tensor_parallel_ranks_too():
     """A GPU has as many weights, tokens and operations of experts as where each expert is divided."""
     model = MODELS["mixtral-8x7b"]
