@@ -99,23 +99,29 @@ def _prediction(share: Share, layer: Piece) -> Piece:
     """Multi-token prediction modules: each two norms, a matrix of 2h to h, a layer; the head is used again for each.
 
     DeepSeek-V3 (2024), section 2.2. Of the embedding this has a copy, which a device that has the embedding, too, has
-    once. Nothing of them is computed again.
+    once. Nothing of them is computed again. The matrix is divided over its columns (Megatron-core 0.16.1,
+    multi_token_prediction.py), so that parts of its output are gathered; with sequence parallelism F also gathers its
+    inputs of 2h, B reduces their gradients and gathers the output's, without it B has an all-reduce of 2h. Here both
+    ops have half of all that.
     """
-    shape, whole, modules = share.shape, share.message_bytes, share.run.mtp
+    shape, whole, modules, tp = share.shape, share.message_bytes, share.run.mtp, share.parallelism.tp
+    widths = 3.0 if share.parallelism.sequence_parallel else 2.5  # that an op sends on average
+    sent = Collective("tensor", widths * (tp - 1) / tp * share.tensor_bytes(shape.hidden), 2 * (tp - 1))
     joined = Work(
-        matmuls=(Matmul(share.tokens / share.parallelism.along_sequence, shape.hidden, 2 * shape.hidden),),
+        matmuls=(Matmul(share.tokens, shape.hidden / tp, 2 * shape.hidden),),
         traffic=2 * NORM * whole,
         passes=3,
+        sent=(sent,) if tp > 1 else (),
     )
     saved = (Saved("norms' inputs", 2 * whole), share.operand("projection's input", 2 * whole))
     kept = tuple(replace(each, dropped_by=None) for each in (*saved, *layer.saved))
-    copied, vectors = shape.embedding_matrix / share.parallelism.tp, 2 * shape.hidden + shape.all_vectors.head
+    copied, vectors = shape.embedding_matrix / tp, 2 * shape.hidden + shape.all_vectors.head
     return Piece(
         kind="prediction",
-        weights=copied + modules * (layer.weights + 2 * shape.hidden**2 + vectors),
+        weights=copied + modules * (layer.weights + 2 * shape.hidden**2 / tp + vectors),
         expert_weights=modules * layer.expert_weights,
         saved=modules * kept,
-        gradients=modules * (layer.gradients + whole),
+        gradients=modules * (layer.gradients + share.tensor_bytes(shape.hidden / tp)),
         work=reduce(add, modules * [joined + layer.work]),
     )
 

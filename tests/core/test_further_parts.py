@@ -31,6 +31,24 @@ def test_a_module_that_predicts_a_further_token_is_a_layer_a_projection_and_the_
     assert plain.cuts[-1] == 4
 
 
+@pytest.mark.parametrize(("sequence_parallel", "sent"), [(True, 2 + 1 + 1 + 2), (False, 1 + 2 * 2)])
+def test_the_projection_of_a_module_is_divided_over_its_columns(sequence_parallel, sent):
+    """Megatron-core 0.16.1: a gather of 2h and one of h, back one of h and a scatter of 2h; without sequence
+    parallelism a gather of h, and back an all-reduce of 2h. Of F and B together."""
+    t, model = 4, MODELS["llama-3-8b"]
+    division = {"tp": t, "sequence_parallel": sequence_parallel}
+    alone, e = made(model, {}, mtp=1), made(model, division, mtp=1)
+    layer, module = e.pieces[-3], e.pieces[-2]
+    projection = module.work.matmuls[0]
+    assert projection.operations * t == alone.pieces[-2].work.matmuls[0].operations
+    vectors = 3 * model.hidden
+    held = [each.pieces[-2].weights - each.pieces[-3].weights - vectors for each in (alone, e)]
+    assert held[0] == held[1] * t
+    more = sum(each.bytes for each in module.work.sent) - sum(each.bytes for each in layer.work.sent)
+    assert 2 * more == sent * (t - 1) / t * 2 * e.sequence * model.hidden
+    assert alone.pieces[-2].work.sent == ()
+
+
 def test_modules_that_predict_have_a_stage_of_their_own_and_stages_may_be_empty():
     """`Et*3|(tt|)*29m|L`, then with an empty stage: the same pieces on other devices."""
     model, split = MODELS["deepseek-v3"], {"pp": 16, "chunks": 2, "ep": 8, "dp": 8}
