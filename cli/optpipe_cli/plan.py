@@ -51,6 +51,10 @@ def plan(
     optimizer_bytes: Annotated[
         int | None, Parameter(help="Bytes of a parameter's optimizer state.")
     ] = RUN.optimizer_bytes,
+    moe_expert_capacity_factor: Annotated[
+        float | None, Parameter(help="Tokens that an expert takes at most, over the mean.")
+    ] = None,
+    moe_pad_expert_input_to_capacity: Annotated[Flag, Parameter(help="Every expert takes exactly so many.")] = False,
     dispatch: Annotated[str | None, Parameter(help="alltoall or once. Default: the stack's.")] = None,
     overlap: Annotated[str | None, Parameter(help="none, replicas, all or experts. Default: the stack's.")] = None,
     offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = OFFLOAD,
@@ -69,7 +73,8 @@ def plan(
         raise InputError("stack = 'primus': plan for megatron, then optpipe solve problem.json --stack primus")
     run: dict[str, Any] = {"microbatches": 1, "sequence": sequence, "precision": precision, "attention": attention}
     run |= {"mtp": mtp, "lora": lora, "gradient_bytes": gradient_bytes, "optimizer_bytes": optimizer_bytes}
-    run |= {"host_memory_bytes": host_bytes(host_memory_gb)}
+    run |= {"host_memory_bytes": host_bytes(host_memory_gb), "moe_expert_capacity_factor": moe_expert_capacity_factor}
+    run |= {"moe_pad_expert_input_to_capacity": moe_pad_expert_input_to_capacity}
     chosen = {name: value for name, value in (("dispatch", dispatch), ("overlap", overlap)) if value is not None}
     run |= BY_DEFAULT.get(stack, {}) | chosen
     question = Question.from_dict(

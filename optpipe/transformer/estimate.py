@@ -88,6 +88,14 @@ class Estimate:
             raise InputError(f"head_parts = {parallelism.head_parts}: expected 1, as the head's matrix is {why}")
         if self.run.overlap == "experts" and not shape.experts:
             raise InputError("overlap = experts: expected none, replicas or all, as the model has no experts")
+        if (factor := self.run.moe_expert_capacity_factor) is not None:
+            if not shape.experts:
+                raise InputError(f"moe_expert_capacity_factor = {factor:g}: expected none, as the model has no experts")
+            if self.run.moe_pad_expert_input_to_capacity and factor * shape.experts_per_token > shape.experts:
+                most = shape.experts / shape.experts_per_token
+                raise InputError(
+                    f"moe_expert_capacity_factor = {factor:g}: expected at most {most:g}, which are all tokens"
+                )
         if self.run.lora and shape.experts:
             raise InputError(f"lora = {self.run.lora}: adapters of models with experts are not modelled; 0 trains all")
         return all_pieces(self._share)
@@ -220,7 +228,8 @@ class Estimate:
         that are not trained have no W.
         """
         skipped = 2 if self.shape.causal and self.run.attention == "flash" else 1  # scores of later tokens
-        evenly = self.run.model_copy(update={"expert_load": 1.0})  # over all GPUs, no expert has more tokens
+        # Over all GPUs no expert has more tokens, and none is dropped.
+        evenly = self.run.model_copy(update={"expert_load": 1.0, "moe_expert_capacity_factor": None})
         works = [piece.work for piece in all_pieces(replace(self._share, run=evenly))]
         forward = sum(each.matmul + skipped * each.scores + each.scans for each in works)
         frozen = sum(matmul.operations for each in works for matmul in each.matmuls if matmul.frozen)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
+from math import ceil
 from operator import add
 
 from optpipe.transformer.attention import attention
@@ -198,7 +199,7 @@ def _experts(share: Share) -> Piece:
     hidden, latent = shape.expert_latent or shape.hidden, shape.expert_latent
     matrices, value_bytes, etp = shape.up_matrices + 1, share.run.value_bytes, parallelism.expert_tp
     # Tokens to this GPU's experts; of undivided experts a GPU gets a share of them.
-    sent = share.tokens * shape.experts_per_token * share.run.expert_load * etp / tp
+    sent = share.tokens * shape.experts_per_token * _load(share) * etp / tp
     sent_bytes = value_bytes * sent * hidden
     numbers = shape.expert_ffn * sent / etp + shape.shared_ffn * share.tokens / tp  # behind the up matrices
     middle, local, whole_kernel = value_bytes * numbers, shape.experts / ep, share.run.fused_experts
@@ -255,6 +256,17 @@ def _experts(share: Share) -> Piece:
             ),
         ),
     )
+
+
+def _load(share: Share) -> float:
+    """Tokens of the busiest GPU's experts over the mean. Every GPU drops its own (Megatron-core 0.16.1, moe_utils.py's
+    `apply_router_token_dropping`)."""
+    shape, run = share.shape, share.run
+    if run.moe_expert_capacity_factor is None:
+        return run.expert_load
+    mean = share.tokens / share.parallelism.along_sequence * shape.experts_per_token / shape.experts
+    most = ceil(run.moe_expert_capacity_factor * mean) / mean
+    return most if run.moe_pad_expert_input_to_capacity else min(run.expert_load, most)
 
 
 def _up_and_down(share: Share, width: float, tokens: float, up_matrices: int) -> tuple[Matmul, ...]:

@@ -361,6 +361,11 @@ class RunOptions(Document):
         copy of them.
     expert_load
         Tokens of the busiest GPU's experts, relative to the mean.
+    moe_expert_capacity_factor
+        Tokens of a GPU that an expert takes at most, relative to the mean; others are dropped, by whatever policy.
+        Default: it takes all.
+    moe_pad_expert_input_to_capacity
+        Every expert takes exactly so many.
     dispatch
         How tokens reach experts: alltoall sends one copy for each expert; once (DeepEP, HybridEP) one for each GPU,
         over the network one for each node, in the order of the experts.
@@ -387,8 +392,16 @@ class RunOptions(Document):
     lora: Annotated[int, Field(strict=True, ge=0, le=4096)] = 0
     optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=32)] | None = None
     expert_load: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    moe_expert_capacity_factor: Annotated[float, Field(gt=0, le=1000)] | None = None
+    moe_pad_expert_input_to_capacity: bool = False
     dispatch: Dispatch = "alltoall"
     overlap: Overlap = "none"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            raise ValueError("moe_pad_expert_input_to_capacity = true: needs moe_expert_capacity_factor")
+        return self
 
 
 class Run(RunOptions):

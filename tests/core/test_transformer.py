@@ -1,11 +1,13 @@
 """The cost model: the papers' formulas, what parallelism divides, presets, and problems that can be solved."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -231,6 +233,42 @@ def test_a_fuller_gpu_computes_longer_but_the_model_is_the_same():
     assert uneven.model_flops == even.model_flops
     assert uneven.busy_ms[0] > even.busy_ms[0]
     assert uneven.utilization < even.utilization
+
+
+@given(st.integers(0, 99), st.sampled_from([1, 2, 8]), st.floats(0.3, 3.9), st.booleans())
+def test_no_expert_takes_more_tokens_than_its_capacity(seed, ep, factor, pads):
+    """Megatron-core 0.16.1, moe_utils.py's `apply_router_token_dropping`: of each expert the most probable tokens stay,
+    with padding also those that were not routed to it. One GPU's tokens; GPUs of experts get what stays."""
+    tokens, experts, copies = 512, 8, 2
+    random = np.random.default_rng(seed)
+    probabilities = random.random((tokens, experts)) * random.random(experts)
+    routed = np.argsort(np.argsort(-probabilities, axis=1), axis=1) < copies
+    kept = np.zeros_like(routed)
+    for expert, column in enumerate((probabilities * routed).T):
+        kept[np.argsort(-column)[: math.ceil(tokens * copies / experts * factor)], expert] = True
+    kept = kept if pads else kept & routed
+    before, after = (each.sum(axis=0).reshape(ep, -1).sum(axis=1).max() for each in (routed, kept))
+    run = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": pads}
+    load = before * ep / (tokens * copies)
+    piece = layer(EXPERTS.model_copy(update={"dense_layers": 0}), {"dp": 8, "ep": ep}, expert_load=load, **run)
+    (most,) = (each.rows * each.copies for each in piece.work.matmuls if each.depth == EXPERTS.expert_ffn)
+    assert after == pytest.approx(most / ep) if pads else after <= most / ep * (1 + 1e-9)
+    assert most <= load * tokens * copies * (1 + 1e-9) or pads
+
+
+def test_a_capacity_is_refused_where_there_is_none():
+    with pytest.raises(
+        InputError, match=r"^moe_expert_capacity_factor = 1.5: expected none, as the model has no experts"
+    ):
+        made(moe_expert_capacity_factor=1.5)
+    padded = {"moe_pad_expert_input_to_capacity": True}
+    with pytest.raises(InputError, match=r"moe_expert_capacity_factor = 5: expected at most 4, which are all tokens"):
+        made(EXPERTS, moe_expert_capacity_factor=5, **padded)
+    with pytest.raises(InputError, match=r"moe_pad_expert_input_to_capacity = true: needs moe_expert_capacity_factor"):
+        Run.from_dict({"microbatches": 1} | padded, "run")
+    dropping = made(EXPERTS, moe_expert_capacity_factor=0.5)
+    assert dropping.model_flops == made(EXPERTS).model_flops
+    assert dropping.busy_ms[0] < made(EXPERTS).busy_ms[0]
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 1)])

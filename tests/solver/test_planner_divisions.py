@@ -249,6 +249,12 @@ def test_precision_and_overlap_are_asked_of_megatron(precision: Precision, flags
         ({"overlap": "experts", "hybrid": True}, "megatron", "overlap = experts: expected all, as Megatron's combined"),
         ({"overlap": "experts", "mtp": 2}, "megatron", "overlap = experts: expected all, as Megatron's combined"),
         ({"overlap": "experts", "precision": "fp32"}, "megatron", "overlap = experts: expected all"),
+        ({"moe_expert_capacity_factor": 1.5}, "torch", "moe_expert_capacity_factor: expected none with stack torch"),
+        (
+            {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True, "dispatch": "once"},
+            "megatron",
+            "moe_pad_expert_input_to_capacity = true: expected dispatch alltoall, as DeepEP never pads",
+        ),
     ],
 )
 def test_what_no_settings_are_written_for_is_not_planned(run: dict[str, int], stack: str, message: str) -> None:
@@ -274,6 +280,7 @@ def test_megatron_is_asked_for_what_is_predicted() -> None:
     """Nothing of it is its default: what is sent beside computing, by which kernels tokens reach experts, precision."""
     model = SMALL.model_copy(update={"experts": 4, "experts_per_token": 2, "expert_ffn": 512})
     run = {"microbatches": 1, "precision": "mxfp8", "gradient_bytes": 2} | BY_DEFAULT["megatron"]
+    run |= {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
     asked = question(9 * RESERVED, model=model, gpu=GPUS["GB200"], stack="megatron", run=Run.from_dict(run, "run"))
     every_one = {
         (c.division, c.estimate.parallelism.zero): c for c in every(asked) if c.estimate.run.recompute == "none"
@@ -284,12 +291,14 @@ def test_megatron_is_asked_for_what_is_predicted() -> None:
         "--overlap-grad-reduce --overlap-param-gather",
         "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
         "--moe-grouped-gemm --moe-permute-fusion",
+        "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity",
         "--grad-reduce-in-bf16",
         "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
     ):
         assert flag in flags
     lines = settings.bridge(every_one[(2, 1, 2, 2, 1), 1])
     assert {"model.virtual_pipeline_model_parallel_size=null", "model.moe_shared_expert_overlap=false"} < {*lines}
+    assert {"model.moe_expert_capacity_factor=1.25", "model.moe_pad_expert_input_to_capacity=true"} < {*lines}
     assert "dataset.seq_length=2048" in lines
     assert lines[0] == "mixed_precision=bf16_with_mxfp8_mixed"
     assert {"mixed_precision.grad_reduce_in_fp32=false", "comm_overlap.tp_comm_overlap=true"} < {*lines}
@@ -299,6 +308,8 @@ def test_megatron_is_asked_for_what_is_predicted() -> None:
     alone = replace(plain, estimate=replace(plain.estimate, run=Run(microbatches=8)))
     flags = " ".join(settings.megatron(alone))
     assert "overlap" not in flags
+    assert "capacity" not in flags
+    assert {"model.moe_expert_capacity_factor=null"} < {*settings.bridge(alone)}
     assert "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --untie" in flags
 
 

@@ -85,6 +85,15 @@ class Question(Document):
                 "overlap = experts: expected all, as Megatron's combined 1F1B has no hybrids, 32 bits, or more than "
                 "one multi-token prediction module"
             )
+        if self.run.moe_expert_capacity_factor and self.stack == "torch":
+            raise ValueError(
+                "moe_expert_capacity_factor: expected none with stack torch, whose experts take all tokens"
+            )
+        deepep = self.stack == "megatron" and self.run.dispatch == "once" and self.gpu.gpus_per_node <= settings.NODE
+        if self.run.moe_pad_expert_input_to_capacity and deepep:
+            raise ValueError(
+                "moe_pad_expert_input_to_capacity = true: expected dispatch alltoall, as DeepEP never pads"
+            )
         return self
 
     def candidate(self, estimated: Estimate, busy_ms: float | None = None) -> Candidate:

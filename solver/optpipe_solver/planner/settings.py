@@ -85,6 +85,8 @@ RECIPE = {
 RECIPE_OF_EXPERTS = {
     "model.expert_model_parallel_size": "1",
     "model.moe_shared_expert_overlap": "false",
+    "model.moe_expert_capacity_factor": "null",
+    "model.moe_pad_expert_input_to_capacity": "false",
     "comm_overlap.overlap_moe_expert_parallel_comm": "false",
     "comm_overlap.delay_wgrad_compute": "false",
 }
@@ -200,6 +202,9 @@ def _megatron(candidate: Candidate) -> list[str]:
         sends = f"flex --moe-flex-dispatcher-backend {backend}" if once and parallelism.ep > 1 else "alltoall"
         flags.append(f"--moe-token-dispatcher-type {sends}")
         flags.append(f"--moe-grouped-gemm{' --moe-permute-fusion' if once else ''}")
+        factor = run.moe_expert_capacity_factor
+        flags += [f"--moe-expert-capacity-factor {factor:g}"] if factor else []
+        flags += ["--moe-pad-expert-input-to-capacity"] if run.moe_pad_expert_input_to_capacity else []
     flags += [] if estimate.shape.tied else ["--untie-embeddings-and-output-weights"]
     flags += ["--attention-backend unfused"] if run.attention == "unfused" else []
     if run.recompute == "full":
