@@ -161,7 +161,8 @@ def counted(estimate: Estimate) -> Iterator[str]:
     if run.fused_experts and shape.experts:
         yield "one kernel for all experts"
     if factor := run.moe_expert_capacity_factor:
-        yield f"experts take {'exactly' if run.moe_pad_expert_input_to_capacity else 'at most'} {factor:g} times the mean of tokens"
+        most = "exactly" if run.moe_pad_expert_input_to_capacity else "at most"
+        yield f"experts take {most} {factor:g} times the mean of tokens"
 
 
 def assumed(estimate: Estimate) -> str:

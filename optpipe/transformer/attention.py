@@ -112,9 +112,9 @@ def _latent(share: Share, keys_of_query: float) -> Piece:
 
 def _saved_output(share: Share, width: float) -> list[Saved]:
     """What attention puts out and the projection takes, one tensor unless that is rounded; flash attention saves it."""
-    operand = share.operand("projection input", share.tensor_bytes(width))
-    rounded = share.run.attention == "flash" and share.operand_bytes < share.run.value_bytes
-    return [*([Saved("attention's output", share.tensor_bytes(width))] if rounded else []), operand]
+    wide = [Saved("attention's output", share.tensor_bytes(width))]
+    apart = share.run.attention == "flash" and share.rounded < 1
+    return [*wide * apart, share.operand("projection input", share.tensor_bytes(width))]
 
 
 def _saved_scores(share: Share) -> list[Saved]:

@@ -88,14 +88,12 @@ class Estimate:
             raise InputError(f"head_parts = {parallelism.head_parts}: expected 1, as the head's matrix is {why}")
         if self.run.overlap == "experts" and not shape.experts:
             raise InputError("overlap = experts: expected none, replicas or all, as the model has no experts")
-        if (factor := self.run.moe_expert_capacity_factor) is not None:
-            if not shape.experts:
-                raise InputError(f"moe_expert_capacity_factor = {factor:g}: expected none, as the model has no experts")
-            if self.run.moe_pad_expert_input_to_capacity and factor * shape.experts_per_token > shape.experts:
-                most = shape.experts / shape.experts_per_token
-                raise InputError(
-                    f"moe_expert_capacity_factor = {factor:g}: expected at most {most:g}, which are all tokens"
-                )
+        factor, most = self.run.moe_expert_capacity_factor or 0.0, shape.experts / max(1, shape.experts_per_token)
+        if self.run.moe_pad_expert_input_to_capacity and not factor:
+            raise InputError("moe_pad_expert_input_to_capacity = true: needs moe_expert_capacity_factor")
+        if factor > most:
+            why = f"at most {most:g}, which are all tokens" if most else "none, as the model has no experts"
+            raise InputError(f"moe_expert_capacity_factor = {factor:g}: expected {why}")
         if self.run.lora and shape.experts:
             raise InputError(f"lora = {self.run.lora}: adapters of models with experts are not modelled; 0 trains all")
         return all_pieces(self._share)
@@ -228,7 +226,7 @@ class Estimate:
         that are not trained have no W.
         """
         skipped = 2 if self.shape.causal and self.run.attention == "flash" else 1  # scores of later tokens
-        # Over all GPUs no expert has more tokens, and none is dropped.
+        # Over all GPUs no expert has more tokens, of which none is dropped
         evenly = self.run.model_copy(update={"expert_load": 1.0, "moe_expert_capacity_factor": None})
         works = [piece.work for piece in all_pieces(replace(self._share, run=evenly))]
         forward = sum(each.matmul + skipped * each.scores + each.scans for each in works)

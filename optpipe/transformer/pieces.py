@@ -100,13 +100,11 @@ def _prediction(share: Share, layer: Piece) -> Piece:
     """Multi-token prediction modules: each two norms, a matrix of 2h to h, a layer; the head is used again for each.
 
     DeepSeek-V3 (2024), section 2.2. Of the embedding this has a copy, which a device that has the embedding, too, has
-    once. Nothing of them is computed again. The matrix is divided over its columns (Megatron-core 0.16.1,
-    multi_token_prediction.py), so that parts of its output are gathered; with sequence parallelism F also gathers its
-    inputs of 2h, B reduces their gradients and gathers the output's, without it B has an all-reduce of 2h. Here both
-    ops have half of all that.
+    once. Nothing of them is computed again. The matrix is divided over its columns (Megatron-core 0.16.1): F gathers
+    2h and h, B gathers h and scatters 2h; without sequence parallelism F gathers h, and B reduces 2h everywhere.
     """
     shape, whole, modules, tp = share.shape, share.message_bytes, share.run.mtp, share.parallelism.tp
-    widths = 3.0 if share.parallelism.sequence_parallel else 2.5  # that an op sends on average
+    widths = 3.0 if share.parallelism.sequence_parallel else 2.5  # that F and B send on average
     sent = Collective("tensor", widths * (tp - 1) / tp * share.tensor_bytes(shape.hidden), 2 * (tp - 1))
     joined = Work(
         matmuls=(Matmul(share.tokens, shape.hidden / tp, 2 * shape.hidden),),
@@ -224,11 +222,7 @@ def _experts(share: Share) -> Piece:
             Saved("router's output", FP32 * share.tokens * shape.experts / along),
             share.operand("experts' input", sent_bytes),
             *_saved_between(share, numbers),
-            *(
-                []
-                if share.run.fused_gradients
-                else [Saved("experts' output", share.tensor_bytes(copies * hidden) / along)]
-            ),
+            Saved("experts' output", share.tensor_bytes(copies * hidden) / along * (not share.run.fused_gradients)),
             *([share.operand("latents", share.tensor_bytes(latent) / along)] if latent else []),
         ),
         gradients=shape.up_matrices * middle
@@ -259,13 +253,12 @@ def _experts(share: Share) -> Piece:
 
 
 def _load(share: Share) -> float:
-    """Tokens of the busiest GPU's experts over the mean. Every GPU drops its own (Megatron-core 0.16.1, moe_utils.py's
-    `apply_router_token_dropping`)."""
-    shape, run = share.shape, share.run
-    if run.moe_expert_capacity_factor is None:
+    """Tokens of the busiest GPU's experts over the mean, of which each GPU drops its own (Megatron-core 0.16.1)."""
+    run, factor = share.run, share.run.moe_expert_capacity_factor
+    if factor is None:
         return run.expert_load
-    mean = share.tokens / share.parallelism.along_sequence * shape.experts_per_token / shape.experts
-    most = ceil(run.moe_expert_capacity_factor * mean) / mean
+    mean = share.tokens / share.parallelism.along_sequence * share.shape.experts_per_token / share.shape.experts
+    most = ceil(factor * mean) / mean
     return most if run.moe_pad_expert_input_to_capacity else min(run.expert_load, most)
 
 

@@ -397,12 +397,6 @@ class RunOptions(Document):
     dispatch: Dispatch = "alltoall"
     overlap: Overlap = "none"
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            raise ValueError("moe_pad_expert_input_to_capacity = true: needs moe_expert_capacity_factor")
-        return self
-
 
 class Run(RunOptions):
     """One training run."""

@@ -202,14 +202,14 @@ class Share:
         """Of a tensor that has `width` numbers for each token."""
         return self.run.value_bytes * self.tokens * width
 
-    @property
-    def operand_bytes(self) -> float:
-        """Of a number that a layer's matmul takes, as it is saved: TransformerEngine's save what they have rounded."""
-        return OPERAND_BYTES[self.run.precision] if self.run.fused_gradients else self.run.value_bytes
+    @cached_property
+    def rounded(self) -> float:
+        """By how much TransformerEngine's matmuls shorten what they save of their operands."""
+        return OPERAND_BYTES[self.run.precision] / self.run.value_bytes if self.run.fused_gradients else 1.0
 
     def operand(self, name: str, nbytes: float, dropped_by: Recompute | None = "full") -> Saved:
-        """A matmul's operand, which would have so many bytes if it was not rounded."""
-        return Saved(name, nbytes * self.operand_bytes / self.run.value_bytes, dropped_by, operand=True)
+        """A matmul's operand, of so many bytes before it is rounded."""
+        return Saved(name, nbytes * self.rounded, dropped_by, operand=True)
 
     @property
     def mask_bytes(self) -> float:

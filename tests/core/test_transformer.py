@@ -261,11 +261,10 @@ def test_a_capacity_is_refused_where_there_is_none():
         InputError, match=r"^moe_expert_capacity_factor = 1.5: expected none, as the model has no experts"
     ):
         made(moe_expert_capacity_factor=1.5)
-    padded = {"moe_pad_expert_input_to_capacity": True}
     with pytest.raises(InputError, match=r"moe_expert_capacity_factor = 5: expected at most 4, which are all tokens"):
-        made(EXPERTS, moe_expert_capacity_factor=5, **padded)
+        made(EXPERTS, moe_expert_capacity_factor=5)
     with pytest.raises(InputError, match=r"moe_pad_expert_input_to_capacity = true: needs moe_expert_capacity_factor"):
-        Run.from_dict({"microbatches": 1} | padded, "run")
+        made(EXPERTS, moe_pad_expert_input_to_capacity=True)
     dropping = made(EXPERTS, moe_expert_capacity_factor=0.5)
     assert dropping.model_flops == made(EXPERTS).model_flops
     assert dropping.busy_ms[0] < made(EXPERTS).busy_ms[0]
