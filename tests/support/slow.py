@@ -29,7 +29,8 @@ PATTERNS = (
     "cli/test_cost_commands.py::test_a_model_is_measured_under_torchrun*",
     # Other projects' programs, and their readers
     "runtime/test_torch_pipelining.py*",
-    "runtime/test_megatron*",
+    "runtime/test_megatron.py*",
+    "runtime/test_megatron_steps.py*",
     "runtime/test_compiled_stages.py::test_*compiled*",
     # Pages and examples of the docs
     "docs/test_blocks.py*",
