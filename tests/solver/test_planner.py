@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from support.problems.planning import RESERVED, SMALL, every, planned, question
 
-from optpipe import InputError, OptPipeError, check, export_schedule
+from optpipe import InputError, OptPipeError, Problem, Schedule, check, export_schedule
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.model.ops import Kind
 from optpipe.options import SearchOptions
@@ -19,7 +19,7 @@ from optpipe_solver import tuning
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.planner import settings
+from optpipe_solver.planner import search, settings
 from optpipe_solver.planner.candidate import Candidate, difference
 from optpipe_solver.planner.candidates import Question, branches, candidates, shifted
 from optpipe_solver.planner.search import Plan, PlanSearch, published
@@ -261,6 +261,20 @@ def test_a_schedule_is_as_long_and_as_large_as_the_formula_says(gpus: int) -> No
             schedule = generate("1f1b" if division.chunks == 1 else "interleaved", candidate.problem)
             held = max(candidate.used_bytes(schedule))
             assert candidate.looped == (pytest.approx(candidate.with_step_end(schedule.makespan_ms)), held)
+
+
+def test_no_schedule_is_made_where_the_formula_says_that_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def noted(name: str, problem: Problem) -> Schedule:
+        made.append(generate(name, problem))
+        return made[-1]
+
+    monkeypatch.setattr(search, "generate", noted)
+    planned(question(RESERVED + 4_000_000_000, batch=16, stack="megatron"))
+    in_groups = [s for s in made if s.problem.microbatches % len(s.problem.devices) == 0]
+    assert in_groups
+    assert not any(schedule.compiled.complaints for schedule in in_groups)
 
 
 @pytest.mark.parametrize(

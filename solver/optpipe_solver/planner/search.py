@@ -211,7 +211,7 @@ class PlanSearch:
         for candidate in self.candidates:
             if self._clock.over:
                 break
-            if candidate.division not in divisions and self._try_looped(candidate):
+            if candidate.division not in divisions and self._try_looped(candidate) and candidate.method:
                 divisions.add(candidate.division)
         waiting = [(c.bound_ms, n, False) for n, c in enumerate(self.candidates)]
         heapq.heapify(waiting)
@@ -242,8 +242,8 @@ class PlanSearch:
         return True
 
     def _try_looped(self, candidate: Candidate) -> str | None:
-        """Try 1F1B, interleaved with chunks, of which a schedule is needed only if it is the best. Returns its name if
-        it fits, None if it does not or if there is no formula for it."""
+        """Try 1F1B, interleaved with chunks, of which a schedule is needed only if it is the best. Returns its name,
+        None if there is no formula for it."""
         division, run = candidate.estimate.parallelism, candidate.estimate.run
         name = "1f1b" if division.chunks == 1 else "interleaved"
         has_formula = division.shape == "looped" and (division.chunks == 1 or run.microbatches % division.pp == 0)
@@ -251,7 +251,7 @@ class PlanSearch:
             return None
         ms, held = candidate.looped
         if held > candidate.estimate.gpu.memory_bytes:
-            return None
+            return name
         if self.best is None or shorter(ms, self.best.iteration_ms):
             self._take(candidate, generate(name, candidate.problem))
         else:
