@@ -13,6 +13,7 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.evaluate.jit import LazyJit
 from optpipe.model.arrays import Floats, Ints
+from optpipe.model.records import one_for_all
 from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Run, Transformer
@@ -72,13 +73,10 @@ def simulate(estimated: Estimate) -> Simulated:
     division = estimated.parallelism
     if division.chunks > 1 and division.shape != "looped":
         raise InputError(f"shape = {division.shape}: 1F1B interleaves looped stages")
-    clock, pieces = estimated.clock, estimated.pieces
-    forward = {piece: clock.forward(piece).ms for piece in set(pieces)}
-    backward = {piece: clock.backward_input(piece).ms + clock.backward_weight(piece).ms for piece in forward}
-    kept = {piece: piece.activation_bytes(estimated.run.recompute) for piece in forward}
-    forward_ms, backward_ms, kept_bytes = (
-        np.array([sum(each[pieces[i]] for i in stage) for stage in estimated.stages])
-        for each in (forward, backward, kept)
+    fields = ("forward_ms",), ("backward_input_ms", "backward_weight_ms"), ("activation_bytes",)
+    of = [[sum(one_for_all(getattr(each, name)) for name in names) for each in estimated.layers] for names in fields]
+    forward_ms, backward_ms, kept_bytes = np.array(
+        [[sum(figures[i] for i in pieces) for pieces in estimated.stages] for figures in of], float
     )
     p, m = division.pp, estimated.run.microbatches
     ms, most = one_f_one_b(forward_ms, backward_ms, kept_bytes, estimated.message_ms, p, m)

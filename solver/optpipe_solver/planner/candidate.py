@@ -9,8 +9,6 @@ from math import log, sqrt
 from statistics import mean
 from typing import NamedTuple
 
-import numpy as np
-
 from optpipe.evaluate.effects import Peak
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.formats.stacks import STACKS, Stack, with_whole_backwards
@@ -25,7 +23,7 @@ from optpipe.schedule import Schedule
 from optpipe.transformer.calibrate import UNEXPLAINED, gradient, ratio_variances
 from optpipe.transformer.estimate import MEASURED_PEAKS, Estimate
 from optpipe.transformer.gpu import Gpu
-from optpipe.transformer.iterations import one_f_one_b
+from optpipe.transformer.iterations import simulate
 from optpipe_solver.bounds.least_memory import least_memory
 
 WHOLE = " with whole backwards"  # of a method that splits them elsewhere
@@ -133,16 +131,9 @@ class Candidate:
     def looped(self) -> tuple[float, int]:
         """The iteration of 1F1B, interleaved with chunks, and what its fullest GPU holds in bytes, without a schedule;
         stages are looped, and with chunks pp divides the micro-batches."""
-        estimate, pp = self.estimate, self.estimate.parallelism.pp
-        fields = (("forward_ms",), ("backward_input_ms", "backward_weight_ms"), ("activation_bytes",))
-        of = [[sum(one_for_all(getattr(each, name)) for name in names) for each in estimate.layers] for names in fields]
-        forward_ms, backward_ms, kept = np.array(
-            [[sum(figures[i] for i in pieces) for pieces in estimate.stages] for figures in of], float
-        )
-        m = estimate.run.microbatches
-        ms, peaks = one_f_one_b(forward_ms, backward_ms, kept, estimate.message_ms, pp, m)
-        held = (peak - memory.budget for peak, memory in zip(peaks, estimate.devices, strict=True))
-        return self.with_step_end(ms), estimate.gpu.memory_bytes + round(max(held))
+        ms, peaks = simulate(self.estimate)
+        held = (peak - memory.budget for peak, memory in zip(peaks, self.estimate.devices, strict=True))
+        return ms, self.estimate.gpu.memory_bytes + round(max(held))
 
     @property
     def parts_ms(self) -> dict[str, float]:
