@@ -132,6 +132,8 @@ def _best(plan: Plan) -> Iterator[str]:
         f"      without evictions no candidate can take less than {plan.lower_bound_ms / S:.4g} s ({left:.1%} less); "
         f"others that may be shorter: {len(others)}, by more than --gap {plan.gap:.1%}: {more}"
     )
+    if doubtful := best.estimate.not_measured:
+        yield f"      not measured where this GPU's parameters come from: {'; '.join(doubtful)}"
 
 
 def _memory(question: Question, best: Candidate) -> Iterator[str]:
@@ -224,6 +226,7 @@ def _division(candidate: Candidate) -> dict[str, Any]:
 def _figures(candidate: Candidate) -> dict[str, Any]:
     estimate, schedule = candidate.estimate, candidate.schedule
     content = _division(candidate) | {"bound_ms": candidate.bound_ms, "parts_ms": candidate.parts_ms}
+    content["not_measured"] = estimate.not_measured
     if candidate.method:
         content |= {
             "method": candidate.method,

@@ -129,6 +129,8 @@ def learn(gpu: Gpu, iterations: Sequence[Iteration], kernels: Sequence[Observati
         estimated = row.on(gpu)
         return Observation(lambda other: iteration_ms(estimated.on(other)), row.measured_ms)
 
+    for row in iterations:
+        gpu = gpu.model_copy(update={"measured": row.on(gpu).extent.joined(gpu.measured)})
     return calibrate(gpu, [*map(observation, iterations), *kernels])
 
 

@@ -12,7 +12,7 @@ from optpipe.errors import InputError
 from optpipe.model.placement import Placement, pair_factors, together
 from optpipe.model.problem import Problem
 from optpipe.model.records import COMPUTE_MS, EXCHANGE, Device, Stage, StageCosts, one_for_all
-from optpipe.transformer.gpu import Gpu
+from optpipe.transformer.gpu import Extent, Gpu
 from optpipe.transformer.pieces import all_pieces
 from optpipe.transformer.records import Parallelism, Run, Transformer
 from optpipe.transformer.times import Clock, Times, total, trained_weights
@@ -202,6 +202,23 @@ class Estimate:
     def message_ms(self) -> float:
         """The time of an activation, or of its gradient, from one stage to the next."""
         return self.clock.links.message_ms(self._share.message_bytes)
+
+    @property
+    def extent(self) -> Extent:
+        """What an iteration has on a GPU."""
+        experts = self.shape.experts // self.parallelism.ep
+        return Extent(tokens=round(self._share.tokens), experts=experts, recompute=(self.run.recompute,))
+
+    @property
+    def not_measured(self) -> list[str]:
+        """What no iteration had that the GPU's parameters were learned from, or compared with, if these are known."""
+        own = self.extent
+        known = self.gpu.measured or own
+        more = [f"{level} recomputation" for level in own.recompute if level not in known.recompute]
+        for name, what in (("tokens", "tokens of a micro-batch"), ("experts", "experts")):
+            here, most = getattr(own, name), getattr(known, name)
+            more += [f"{here:,} {what} on a GPU, {most:,} at most"] if here > most else []
+        return more
 
     @property
     def messages_beside_copies(self) -> float:

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from optpipe.model.records import Bytes, Document, Items
-from optpipe.transformer.records import Degree, Precision, Text
+from optpipe.model.records import Bytes, Document, Items, Record
+from optpipe.transformer.records import Count, Degree, Precision, Recompute, Text
 
 Speed = Annotated[float, Field(gt=0, le=1e21)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -37,6 +37,21 @@ PARAMETERS: dict[Parameter, float] = {
 }
 
 
+class Extent(Record):
+    """The most tokens of a micro-batch and the most experts that iterations had on a GPU, and what was recomputed."""
+
+    tokens: Count
+    experts: Count
+    recompute: Items[Recompute]
+
+    def joined(self, other: Extent | None) -> Extent:
+        """What the iterations of both had."""
+        both = (self, other or self)
+        tokens, experts = (max(getattr(each, name) for each in both) for name in ("tokens", "experts"))
+        levels = dict.fromkeys(level for each in both for level in each.recompute)
+        return Extent(tokens=tokens, experts=experts, recompute=tuple(levels))
+
+
 class Gpu(Document):
     """A GPU's data sheet, and what of it a training reaches.
 
@@ -50,6 +65,8 @@ class Gpu(Document):
 
     `precision_fractions` are what matmuls of other precisions reach over `matmul_fraction`, which is that of 16 bits: a
     GPU whose power is the limit reaches more of its peak with fewer.
+
+    `measured` is what the iterations had that the parameters were learned from, or compared with, None if unknown.
 
     `covariance` is that of the logarithms of `PARAMETERS`, in this order, None before anything was measured.
     `unexplained` is the standard deviation of the logarithm of measured over predicted iterations, outliers aside,
@@ -79,6 +96,7 @@ class Gpu(Document):
     host_fraction: Fraction
     host_us: Time
     link_us: Time
+    measured: Extent | None = None
     covariance: Items[Items[float]] | None = None
     unexplained: Annotated[float, Field(ge=0, le=10)] = 0.06  # as of vTrain's iterations (docs/costs.md)
 

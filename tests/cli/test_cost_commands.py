@@ -190,6 +190,18 @@ def test_it_says_what_is_gained_over_what_runs_today(run: Run, model):
     assert " GB: fits\n" in run("plan", *words[:-1])[1]
 
 
+def test_it_names_what_was_never_measured(run: Run, model):
+    sheet = Path(model[2])
+    measured = {"tokens": 1, "experts": 0, "recompute": ["none", "cheap", "full"]}
+    sheet.write_text(json.dumps(json.loads(sheet.read_text()) | {"measured": measured}))
+    words = ("plan", *model, "--gap", "1")
+    best = json.loads(run(*words, "--json")[1])["best"]
+    (named,) = best["not_measured"]
+    tokens = best["run"]["microbatch_size"] * SHAPE["sequence"] // best["parallelism"]["cp"]
+    assert named == f"{tokens:,} tokens of a micro-batch on a GPU, 1 at most"
+    assert f"      not measured where this GPU's parameters come from: {named}\n" in run(*words)[1]
+
+
 def test_a_run_that_is_out_of_memory_is_planned_anew(run: Run, model):
     code, out, error = run("plan", *model, "--gap", "1", "--today", "tp 1, pp 4")
     assert (code, error) == (0, "")

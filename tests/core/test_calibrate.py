@@ -16,12 +16,12 @@ from optpipe import InputError
 from optpipe.transformer.calibrate import NAMES, calibrate, covariance, gradient, learn, logarithms, measured_ops
 from optpipe.transformer.calibrate import with_logarithms as gpu_with
 from optpipe.transformer.estimate import estimate
-from optpipe.transformer.gpu import PARAMETERS, Gpu
+from optpipe.transformer.gpu import PARAMETERS, Extent, Gpu
 from optpipe.transformer.iterations import COLUMNS, MEASURED, Iteration, errors, iteration_ms, one_f_one_b
 from optpipe.transformer.iterations import read_iterations as read
 from optpipe.transformer.kernels import read_kernels
 from optpipe.transformer.presets import GPUS, MODELS
-from optpipe.transformer.records import Parallelism, Run
+from optpipe.transformer.records import Parallelism, Recompute, Run
 from optpipe.transformer.times import Clock
 from optpipe.transformer.work import Matmul
 from optpipe_solver.systems import generate
@@ -253,6 +253,32 @@ def test_what_a_preset_has_learned_is_surer_than_what_was_assumed():
     assert (np.linalg.eigvalsh(learned) > 0).all()
     assert (np.diag(learned) <= np.diag(covariance(GPU)) * 1.01).all()
     assert GPUS["A100-megatron"].flops == GPU.flops
+
+
+def test_what_iterations_had_stays_beside_what_they_teach():
+    small, large = (rows(f"8,64,{size},1024,16,8,1024,1,8,1,{ms}") for size, ms in ((1, 900), (8, 800)))
+    learned = learn(GPU, [*large, *small])
+    assert learned.measured == Extent(tokens=8 * 1024, experts=0, recompute=("full",))
+    more = learn(GPUS["B200"].model_copy(update={"flops": GPU.flops}), small).measured
+    assert more == Extent(tokens=16384, experts=64, recompute=("full", "none"))
+    assert GPU.measured is None, "a data sheet's figures are assumed"
+
+
+def test_what_no_iteration_had_is_named():
+    """On H100 nothing was recomputed, at most 8192 tokens and 16 experts of a layer were on a GPU."""
+
+    def beyond(gpu: str, size: int, recompute: Recompute, **division: int) -> list[str]:
+        run = Run(microbatches=4, microbatch_size=size, recompute=recompute)
+        return estimate(MODELS["qwen3-30b-a3b"], Parallelism(**division), GPUS[gpu], run).not_measured
+
+    assert beyond("H100", 2, "none", ep=8, dp=8) == []
+    assert beyond("H100", 8, "none", ep=8, dp=8, cp=4) == []
+    assert beyond("H100", 4, "full", ep=4, dp=8) == [
+        "full recomputation",
+        "16,384 tokens of a micro-batch on a GPU, 8,192 at most",
+        "32 experts on a GPU, 16 at most",
+    ]
+    assert beyond("A100", 4, "full", ep=4, dp=8) == []
 
 
 @pytest.mark.skipif(DATA is None, reason="OPTPIPE_ITERATIONS names no folder of vTrain's tables")
