@@ -334,6 +334,7 @@ def bridge(table: str, name: str) -> Iterator[Row]:
             "gradient_bytes": 2,
             "overlap": "all",
             "dispatch": "once",
+            "fused_gradients": True,
             "fused_experts": precision == "MXFP8" and fields["container"] >= "26.06" and "Nemotron" not in model,
             "mtp": 2 * ("Super" in model) + (model.startswith("DeepSeek") and "w/o MTP" not in model),
         }
