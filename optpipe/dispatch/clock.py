@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from optpipe.dispatch.figures import Figures, State
-from optpipe.evaluate.jit import compiled, compiled_part
+from optpipe.evaluate.jit import compiled_part
 from optpipe.model.arrays import NONE
 from optpipe.model.rules import Rules
 
@@ -64,12 +64,6 @@ def list_all(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bo
             return False
         _start_op(figures, rules, state, k, s, now, end)
         to_start -= 1
-
-
-@compiled
-def list_ops(figures: Figures, rules: Rules, state: State, stop_ms: float) -> bool:
-    """As `list_all`, for what is not compiled."""
-    return list_all(figures, rules, state, stop_ms)
 
 
 @compiled_part
@@ -154,7 +148,7 @@ def _needed_ms(figures: Figures, state: State, s: int, j: int) -> float:
     return float(needed)
 
 
-@compiled
+@compiled_part
 def listed_ms(figures: Figures, state: State, span: bool) -> float:
     """The makespan of what has been listed, or the longest span of a device."""
     kinds, _, microbatches = state.start.shape

@@ -33,7 +33,9 @@ def descend(
     tries: int,
     span: bool,
 ) -> None:
-    """Try a number of changes.
+    """Try a number of changes; with 0 `tries`, list the ops by `trial` as it is.
+
+    Single lists come from here, too: in a function of their own the clock is compiled once more, which takes seconds.
 
     Parameters
     ----------
@@ -47,9 +49,10 @@ def descend(
     span
         Whether the length is the longest span of a device, not the makespan.
     """
-    for _ in range(tries):
-        _copy(rules, trial)
-        change(figures, choices, trial, progress)
+    for _ in range(max(tries, 1)):
+        if tries > 0:
+            _copy(rules, trial)
+            change(figures, choices, trial, progress)
         limit_ms = progress[MS] * (1.0 + _exponential(progress) * SLACK)
         complete = list_all(figures, trial, state, np.inf if span else limit_ms)
         ms = listed_ms(figures, state, span) if complete else np.inf
@@ -63,13 +66,12 @@ def descend(
             _copy(trial, rules)
 
 
-@compiled
+@compiled_part
 def change(figures: Figures, choices: Choices, rules: Rules, progress: Floats) -> None:
     """Change rules of some devices in a row, at one stage of each or at all: how many micro-batches are in flight, how
     long a device waits, or which activations leave and when they come back."""
-    devices, chunks = len(figures.memory), int(choices.chunk.max()) + 1
-    chosen, others = np.zeros(len(choices.chunk), np.bool_), np.zeros(len(choices.chunk), np.bool_)
-    relief_possible = choices.parts.max() > 0 or choices.levels.max() > 0
+    devices, chunks, chosen, others = len(figures.memory), choices.chunks, choices.marks[0], choices.marks[1]
+    relief_possible = choices.can_leave[0] or choices.can_leave[-1] or choices.most_levels > 0
     while True:
         if choices.order_is_free and draw(progress) < 0.5:
             _move_microbatch(rules, progress)
@@ -124,7 +126,7 @@ def _change_waiting(choices: Choices, rules: Rules, chosen: Flags, progress: Flo
 @compiled_part
 def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floats) -> None:
     """Change when activations come back, what share of them leaves or is computed again, or what some of them do."""
-    levels, offloads, evicts = choices.levels.max(), choices.parts[0].max() > 0, choices.parts[-1].max() > 0
+    levels, offloads, evicts = choices.most_levels, choices.can_leave[0], choices.can_leave[-1]
     if evicts and (offloads or levels > 0):
         evicts = draw(progress) < 0.5
     if offloads and levels > 0 and not evicts:
@@ -134,7 +136,7 @@ def _change_relief(choices: Choices, rules: Rules, chosen: Flags, progress: Floa
         level = EVICTED
     elif not offloads:
         level = below(levels, progress) if levels > 1 else 0
-        with_checkpoint = choices.parts[1 + level].max() > 0 and draw(progress) < 0.5
+        with_checkpoint = choices.can_leave[1 + level] and draw(progress) < 0.5
     what = draw(progress)
     if what < 0.2:
         factor = (0.0, 1.0, 1.5, 4.0 * draw(progress))[below(4, progress)]

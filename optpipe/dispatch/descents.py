@@ -25,7 +25,6 @@ from optpipe.dispatch.figures import (
     stages_to_end,
 )
 from optpipe.dispatch.simulate import Simulator
-from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective
 from optpipe.model.arrays import NONE, Floats, Ints
 from optpipe.model.ops import BACKWARD, Kind
@@ -37,8 +36,7 @@ MOST_FAILURES = 1500  # changes in a row without a shorter schedule, after which
 AT_A_TIME = 100  # most changes before the caller is asked whether to go on
 OPS_AT_A_TIME = 20_000  # about the most simulated ops before that
 HEATS = (8, 4, 2, 1)  # how many starts race in each
-LOOPS = tuple(f"optpipe.dispatch.{loop}" for loop in ("clock:list_ops", "clock:listed_ms", "descend:descend"))
-
+LOOPS = ("optpipe.dispatch.descend:descend",)
 
 INSTANT_MS = 1e-9  # what takes no longer takes no time
 SHARES = (1.0, 3 / 4, 1 / 2, 1 / 4)  # of the activations of each stage, at first
@@ -105,9 +103,8 @@ class _Descent:
         return float(self._progress[self._loops.SHORTEST])
 
     def go_on(self, tries: int) -> SearchProgress:
-        simulator, rules = self._simulator, (self._at_hand, self._best, self._trial)
-        descend = self._loops.descend if simulator.is_compiled else plain(self._loops.descend)
-        descend(simulator.figures, simulator.choices, *rules, self._state, self._progress, tries, self._span)
+        rules = self._at_hand, self._best, self._trial
+        self._simulator.descend(*rules, self._state, self._progress, tries, self._span)
         return SearchProgress(self._best.copy(), self.ms, tries)
 
     def __iter__(self) -> Iterator[SearchProgress]:
@@ -120,9 +117,7 @@ class _Descent:
 
 def compile_descents(simulator: Simulator) -> None:
     """Compile what descents take: some seconds the first time on a machine, later a moment."""
-    rules, state = next(first_rules(simulator)), simulator.new_state()
-    ms = simulator.length_ms(rules, "makespan", state)
-    _Descent(simulator, state, False, np.random.default_rng(0), ms, rules).go_on(0)
+    simulator.length_ms(next(first_rules(simulator)), "makespan")
 
 
 class StageRelief(NamedTuple):

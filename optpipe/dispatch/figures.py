@@ -29,7 +29,7 @@ T = TypeVar("T", "Figures", "Choices", Rules)
 
 
 class Figures(NamedTuple):
-    """The problem for `clock.list_ops`.
+    """The problem for `clock.list_all`.
 
     Figures of ops have one column, in the last axis, a class of equal micro-batches (`Costs.class_of`). What depends on
     how an activation is relieved has a variant in its first axis: 0 where it is not computed again, 1 + the level by
@@ -79,6 +79,8 @@ class Figures(NamedTuple):
         part_bytes = np.array([np.swapaxes(each[order][:, examples], 1, 2) for each in parts])
         ways = 1 if problem.transfer_mode == "half_duplex" else 2
         links = np.array([[ways * costs.link, ways * costs.link + ways - 1]])
+        if not part_bytes.any():
+            links[:] = NONE  # of all that there are the next one is sought again and again
         evicts = np.isin(np.arange(len(problem.devices)), costs.device[costs.can_evict])
         if evicts.any():
             own = np.where(evicts, links.max() + np.cumsum(evicts), NONE)
@@ -121,8 +123,12 @@ class Choices(NamedTuple):
 
     parts: Ints  # (V, S) in how many parts an activation can leave, or its checkpoint by each level; 0 if it cannot; as
     # the last whether it can be evicted
+    can_leave: Flags  # (V,) whether any can: of each row of `parts`
     levels: Ints  # (S,) by how many levels an activation can be computed again
+    most_levels: int
     chunk: Ints  # (S,) which chunk of its device each stage is, from 0
+    chunks: int  # of a device at most
+    marks: Flags  # (2, S) room to mark stages
     carry_ms: Floats  # (S,) how long it takes to have all of the largest activation back
     patience_ms: Floats  # (2, S) the longest F and B of each stage: nothing waits longer
     order_is_free: bool  # whether micro-batches differ and may enter in any order
@@ -134,11 +140,16 @@ class Choices(NamedTuple):
         parts = np.vstack([parts, costs.can_evict])[:, order]
         levels = costs.levels.count[order]
         least_ms = np.where(parts.any(axis=0) | (levels > 0), instant_ms(problem), 0.0)
+        chunk = chunks_of_stages(costs.device[order])
         return in_rows(
             Choices(
                 parts,
-                levels,
-                chunk=chunks_of_stages(costs.device[order]),
+                can_leave=np.array([each.any() for each in parts]),
+                levels=levels,
+                most_levels=int(levels.max()),
+                chunk=chunk,
+                chunks=int(chunk.max()) + 1,
+                marks=np.zeros((2, len(order)), dtype=np.bool_),
                 carry_ms=np.maximum(carry_ms(costs, order), least_ms),
                 patience_ms=np.maximum(costs.ms[: Kind.B + 1, order].max(axis=-1), instant_ms(problem)),
                 order_is_free=bool(costs.class_of.max() > 0 and not problem.fixed_order),
@@ -183,7 +194,7 @@ class State(NamedTuple):
 
 
 def new_state(figures: Figures, microbatches: int) -> State:
-    """Returns room for `list_ops`, which can be used again and again."""
+    """Returns room for `list_all`, which can be used again and again."""
     _, stages, parts, _ = figures.part_bytes.shape
     devices, links = len(figures.memory), len(figures.stages_on_link)
 
@@ -266,7 +277,7 @@ def _along_routes(problem: Problem, order: Ints, ms: Floats, message_ms: Floats)
 def _marked(masks: list[Flags]) -> Ints:
     """(n, most) the places that each mask marks, then NONE."""
     places = [np.flatnonzero(mask) for mask in masks]
-    marked = np.full((len(places), max(1, *map(len, places))), NONE, dtype=np.int64)
+    marked = np.full((len(places), max([1, *map(len, places)])), NONE, dtype=np.int64)
     for row, items in zip(marked, places, strict=True):
         row[: len(items)] = items
     return marked

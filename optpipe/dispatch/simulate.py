@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -40,23 +40,22 @@ class Simulator:
         self.ops = 3 * int((self.figures.place[:, self.figures.class_of] != NONE).sum())
 
     @cached_property
-    def _loops(self) -> tuple[Callable[..., bool], Callable[..., float]]:
-        """`list_ops` and `listed_ms`."""
-        from optpipe.dispatch.clock import list_ops, listed_ms  # imports numba
+    def descend(self) -> Callable[..., None]:
+        """`descend` of this problem, compiled or not."""
+        from optpipe.dispatch.descend import descend  # imports numba
 
-        return (list_ops, listed_ms) if self.is_compiled else (plain(list_ops), plain(listed_ms))
+        return partial(descend if self.is_compiled else plain(descend), self.figures, self.choices)
 
     def length_ms(self, rules: Rules, objective: Objective, room: State | None = None) -> float:
         """The length of the schedule that rules lead to; `NO_SCHEDULE_MS` if they lead to none, since what is in flight
         fills the memory. `room` is used anew, if given."""
-        state = self._run(rules, room)
-        return NO_SCHEDULE_MS if state is None else self._loops[1](self.figures, state, objective == "span")
+        return self._run(rules, room or self.new_state(), objective == "span")
 
     def schedule(self, rules: Rules, method: str, listed: State | None = None) -> Schedule | None:
         """The schedule that the rules lead to, without useless transfers; None if they lead to none. `listed` is what
         they have led to just now, if given."""
-        state = listed or self._run(rules)
-        if state is None:
+        state = listed or self.new_state()
+        if listed is None and self._run(rules, state) == NO_SCHEDULE_MS:
             return None
         order, level = rules.order, state.variant - 1
         compute, compute_start = self._rows_of(state.start[..., None], (COMPUTE, COMPUTE), order, level)
@@ -68,10 +67,11 @@ class Simulator:
         """Returns room for the clock."""
         return new_state(self.figures, self.problem.microbatches)
 
-    def _run(self, rules: Rules, room: State | None = None) -> State | None:
-        """Returns when ops and transfers start; None if some compute ops do not."""
-        state = room or self.new_state()
-        return state if self._loops[0](self.figures, in_rows(rules), state, NO_SCHEDULE_MS) else None
+    def _run(self, rules: Rules, state: State, span: bool = False) -> float:
+        """Fill in when ops and transfers start. Returns the length; `NO_SCHEDULE_MS` if some compute ops do not."""
+        rows, progress = in_rows(rules), np.array([NO_SCHEDULE_MS, NO_SCHEDULE_MS, 0.0, 1.0])
+        self.descend(rows, rows, rows, state, progress, 0, span)
+        return float(progress[0])
 
     def _rows_of(
         self, start: Floats, kinds: tuple[tuple[Kind, ...], ...], order: Ints, level: Ints

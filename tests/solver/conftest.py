@@ -6,7 +6,7 @@ import ortools.sat.python.cp_model  # noqa: F401 OR-Tools is loaded before a tes
 import pytest
 from support.oracles.milp import Solver, solver_process
 
-from optpipe.dispatch import descents, simulate
+from optpipe.dispatch import simulate
 from optpipe_solver import tuning
 
 
@@ -21,8 +21,7 @@ def _work_is_counted() -> Iterator[None]:
 def _heuristics_use_compiled_loops(_compiled: None) -> Iterator[None]:
     """What they find is the same (`test_dispatch`), with a tenth of the processor time."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (simulate, descents):
-            patch.setattr(module, "plain", lambda loop: loop)
+        patch.setattr(simulate, "plain", lambda loop: loop)
         yield
 
 

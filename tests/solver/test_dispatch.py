@@ -1,5 +1,6 @@
 """The engine `dispatch`: what its rules lead to is valid, and its search gets ahead of published schedules."""
 
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -14,8 +15,7 @@ from support.problems import pipeline as chain_of
 from support.problems import stage
 from support.problems.small import problems_of_every_sort
 
-from optpipe.dispatch.clock import list_ops, listed_ms
-from optpipe.dispatch.descend import change
+from optpipe.dispatch.descend import change, descend
 from optpipe.dispatch.descents import StageRelief, descents, first_rules, moved_rules, rules_of_schedule, spread
 from optpipe.dispatch.figures import in_rows
 from optpipe.dispatch.simulate import Simulator
@@ -54,7 +54,7 @@ def some_rules(simulator: Simulator, seed: int) -> list[Rules]:
 def changed(simulator: Simulator, rules: Rules, random: np.random.Generator) -> Rules:
     """Rules of which some are others."""
     other, seed = in_rows(rules).copy(), float(random.integers(1, 2**31 - 1))
-    change(simulator.figures, simulator.choices, other, np.array([0.0, 0.0, 0.0, seed]))
+    plain(change)(simulator.figures, simulator.choices, other, np.array([0.0, 0.0, 0.0, seed]))
     return other
 
 
@@ -84,10 +84,10 @@ def require_the_plain_order(problem: Problem, seed: int) -> None:
     state = simulator.new_state()
     for rules in some_rules(simulator, seed):
         for _ in range(4):
-            plain = PlainListScheduler(simulator.figures, rules)
-            assert list_ops(simulator.figures, in_rows(rules), state, NO_SCHEDULE_MS) == plain.run()
-            np.testing.assert_array_equal(state.start, plain.start)
-            np.testing.assert_array_equal(state.moved, plain.moved)
+            other = PlainListScheduler(simulator.figures, rules)
+            assert (simulator.length_ms(rules, "makespan", state) < NO_SCHEDULE_MS) == other.run()
+            np.testing.assert_array_equal(state.start, other.start)
+            np.testing.assert_array_equal(state.moved, other.moved)
             rules = changed(simulator, rules, random)
 
 
@@ -101,17 +101,21 @@ def test_the_compiled_clock_does_what_a_plain_list_scheduler_does(problem: Probl
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_plain_loops_do_what_compiled_ones_do(problem: Problem, seed: int) -> None:
     """Heuristics use them, which wait for no compiler."""
-    simulator, random = Simulator(problem), np.random.default_rng(seed)
-    state, other = simulator.new_state(), simulator.new_state()
-    for rules in some_rules(simulator, seed)[:5]:
-        rows = in_rows(changed(simulator, rules, random))
-        assert plain(list_ops)(simulator.figures, rows, other, NO_SCHEDULE_MS) == list_ops(
-            simulator.figures, rows, state, NO_SCHEDULE_MS
-        )
-        for listed, again in zip(state, other, strict=True):
-            np.testing.assert_array_equal(listed, again)
-        for span in (False, True):
-            assert plain(listed_ms)(simulator.figures, other, span) == listed_ms(simulator.figures, state, span)
+    random, pair = np.random.default_rng(seed), (Simulator(problem), Simulator(problem))
+    pair[1].descend = partial(plain(descend), pair[1].figures, pair[1].choices)
+    for rules in some_rules(pair[0], seed)[:5]:
+        ways = []
+        for objective in ("makespan", "span"):
+            at_hand = in_rows(changed(pair[0], rules, random))
+            for simulator in pair:
+                state, each = simulator.new_state(), [at_hand.copy() for _ in range(3)]
+                ms = simulator.length_ms(at_hand, objective, state)
+                progress = np.array([ms, ms, 0.0, 1.0])
+                simulator.descend(*each, state, progress, 3, objective == "span")
+                ways.append([ms, progress, *state, *(array for rules in each for array in rules)])
+        for compiled, interpreted in (ways[:2], ways[2:]):
+            for one, other in zip(compiled, interpreted, strict=True):
+                np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("activations", [1.5, 2.3])
