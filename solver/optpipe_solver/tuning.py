@@ -79,7 +79,8 @@ BEST_TWO_SHARE = 0.2  # everything there is, on the best two
 LEAST_BOUND_SHARE = 0.1  # bounds of the placements that have the least ones
 # Placements: the rest
 CHUNKS = 4  # a device at most
-RULES_S = 10.0  # a search that long may wait until the rules of `dispatch` are loaded, mostly less than a second
+RULES_S = 2.0  # a search that long may wait until the rules of `dispatch` are loaded, mostly less than a second
+COMPILE_S = 10.0  # and one that long until they are compiled
 RULES_ROUNDS = 3  # of the searches in rules, each on half of the placements before
 RULES_OPS_PER_S = 6e6  # ops that these simulate in a second, as `by_rules` counts
 PLACEMENT_S = 2.5  # in less an engine has hardly begun

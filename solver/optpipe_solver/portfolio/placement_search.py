@@ -117,7 +117,7 @@ class PlacementSearch:
             return
         if request.starts_from_known:
             self._offer_on_other_stages(self.clock.until_half())
-        uses_rules = request.method == "auto" and request.time_limit_s >= tuning.RULES_S and not self.only_own
+        uses_rules = request.method == "auto" and request.time_limit_s >= tuning.COMPILE_S and not self.only_own
         with ExitStack() as meanwhile:
             if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not rules_are_compiled():
                 contenders.note(engines.COMPILING)  # in the engine's own process
