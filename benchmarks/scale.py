@@ -30,7 +30,7 @@ from optpipe_cli.options import Options
 ROOM = (1, 2, 3)  # activations
 COLUMNS = ("room", "steady", "p × m", "ops", "first: s", "CPU s", "gap", "5 %: s", "gap", "MB")
 SLOPES = {"first_s": "first: s", "first_processor_s": "CPU s", "within_s": "5 %: s", "bytes": "MB"}
-ROUNDS = 8  # micro-batches a device: up to 64 devices and 512 micro-batches
+ROUNDS = 8  # micro-batches a device: up to 128 devices and 1,024 micro-batches
 ENOUGH = 0.05  # of a schedule: the gap to the bound at which a search ends
 EVERY_S = 0.2  # between two looks at the processes
 
@@ -61,7 +61,7 @@ class Size:
 def scale(
     *,
     options: Options[KeepOptions] = KeepOptions(),
-    devices: Annotated[int, Parameter(validator=Number(gte=2, lte=64))] = 64,
+    devices: Annotated[int, Parameter(validator=Number(gte=2, lte=128))] = 64,
     room: tuple[PositiveInt, ...] = ROOM,
     results: ResultsPath = None,
 ) -> None:
