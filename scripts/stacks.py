@@ -30,7 +30,7 @@ def _torch(version: str) -> Stack:
 TESTS = "tests/runtime/test_stacks.py"
 # Megatron's flags need a reader: that of the package, or of a checkout.
 MEGATRON = (
-    *("tests/runtime/test_megatron.py", "tests/runtime/test_megatron_steps.py"),
+    *(f"tests/runtime/test_megatron{part}.py" for part in ("", "_steps", "_offload")),
     f"{TESTS}::test_megatron_reads_all_flags",
 )
 MEGATRON_IMPORTS = ("six", "regex", "triton")

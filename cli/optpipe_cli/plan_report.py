@@ -118,6 +118,12 @@ def _today(plan: Plan, today: Running) -> Iterator[str]:
 def _best(plan: Plan) -> Iterator[str]:
     """The answer, and how much shorter others could be."""
     best, schedule = plan.best, _schedule(plan.best)
+    if plan.own_ms is not None:
+        less = 1 - plan.own_ms / best.iteration_ms
+        yield (
+            f"      OptPipe's own schedule, so divided and in this memory: {plan.own_ms / S:.4g} s, "
+            f"{abs(less):.1%} {'less' if less >= 0 else 'more'}"
+        )
     left, others = 1 - plan.lower_bound_ms / best.iteration_ms, plan.may_be_shorter
     more = sum(share > plan.gap for share in others)
     yield f"run   {best}"
@@ -197,6 +203,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "time_s": round(plan.time_s, 3),
         "notes": list(plan.notes),
         "lower_bound_ms": plan.lower_bound_ms,
+        "own_ms": plan.own_ms,
         "today": today
         and {
             **_division(today.candidate),

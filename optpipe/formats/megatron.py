@@ -1,4 +1,4 @@
-"""Megatron-core's own orders (0.16.1): the arguments with which Megatron runs a schedule, if it is one of them, and
+"""Megatron-core's own orders: the arguments with which Megatron runs a schedule, if it is one of them, and
 what its layouts say.
 
 Its order is that of 1F1B with one chunk a rank, and interleaved or combined 1F1B with several, where the only choice is
@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, pairwise, takewhile, zip_longest
+from dataclasses import replace
+from itertools import accumulate, chain, groupby, pairwise, takewhile, zip_longest
 from shlex import quote
+
+import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.formats.order import hint, require_one_route, require_runnable
+from optpipe.model.arrays import Table
 from optpipe.model.ops import Kind, Op, Pair
 from optpipe.model.placement import Placement, together
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, Program
+from optpipe.model.program import JOINED, STAGE, Program, of_kinds
+from optpipe.model.records import Stage
 from optpipe.schedule import Schedule
 
 OURS = "optpipe_runtime.megatron.forward_backward_func runs the schedule as it is"
@@ -40,6 +45,41 @@ _ARGUMENT = re.compile(
 )
 
 
+# What a schedule's method has after 1f1b or interleaved if Megatron's own offload is in it (0.19.2; 0.16.1 has all but
+# the fraction): its stages are layers.
+_OFFLOAD = re.compile(
+    r"\w+ (--fine-grained-activation-offloading --offload-modules [a-z_1 ]+(?: --activation-offload-fraction [\d.]+)?)"
+)
+
+
+def offload_arguments(schedule: Schedule) -> list[str]:
+    """The arguments of Megatron's own offload, if its policy has made the schedule."""
+    found = _OFFLOAD.fullmatch(schedule.method)
+    return [f"--{each}" for each in found[1].removeprefix("--").split(" --")] if found else []
+
+
+def in_chunks(schedule: Schedule) -> Schedule:
+    """A schedule whose stages are the problem's layers, in stages as Megatron has them, and without offload.
+
+    Raises InputError if the problem has other layers.
+    """
+    problem, layers = schedule.problem, schedule.problem.layers or ()
+    if len(layers) != len(problem.stages):
+        raise InputError(f"layers: {len(layers)} are there for {len(problem.stages)} stages, one for each was expected")
+    runs = [[*run] for _, run in groupby(range(len(layers)), lambda s: problem.stages[s].device)]
+    stages = [Stage(device=problem.stages[run[0]].device, **together(layers[run[0] : run[-1] + 1])) for run in runs]
+    chunk = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
+    first, last = ([run[end] for run in runs] for end in (0, -1))
+
+    def whole(table: Table) -> Table:
+        """A chunk's forward ends with its last layer's, its backward with its first one's."""
+        s = table[:, STAGE]
+        ends = of_kinds(table, Kind.F) & np.isin(s, last) | of_kinds(table, Kind.BW) & np.isin(s, first)
+        return np.insert(np.delete(table[ends], STAGE, 1), STAGE, chunk[s[ends]], 1)
+
+    return replace(schedule.with_tables(whole), problem=problem.replace(stages=stages))
+
+
 def write(schedule: Schedule, mtp: int = 0, letters: Sequence[str] = ()) -> str:
     """The arguments, one a line, as a shell reads them; the model has `mtp` multi-token prediction modules. With the
     `letters` of its layers it is a hybrid.
@@ -47,6 +87,8 @@ def write(schedule: Schedule, mtp: int = 0, letters: Sequence[str] = ()) -> str:
     Raises InputError if Megatron has no such order; the sentence names the first op that differs. Raises ScheduleError
     if the schedule cannot run.
     """
+    offload = offload_arguments(schedule)
+    schedule = in_chunks(schedule) if offload else schedule
     problem, chunks = schedule.problem, _chunks(schedule)
     require_stages(problem)
     require_runnable(schedule)
@@ -63,7 +105,7 @@ def write(schedule: Schedule, mtp: int = 0, letters: Sequence[str] = ()) -> str:
     if chunks > 1:
         arguments.append(f"--microbatch-group-size-per-virtual-pipeline-stage {group}")
     arguments += [f"--mtp-num-layers {mtp}"] if mtp else []
-    return "".join(f"{argument}\n" for argument in [*arguments, *pair_arguments(schedule)])
+    return "".join(f"{argument}\n" for argument in [*arguments, *pair_arguments(schedule), *offload])
 
 
 def pair_arguments(schedule: Schedule) -> list[str]:
@@ -284,6 +326,14 @@ def _group(schedule: Schedule) -> int | None:
     passed = sum(1 for _ in takewhile(lambda item: isinstance(item, Op) and item.stage == 0, first))
     sizes = _groups(ranks, m)
     return passed if passed in sizes else min(sizes, default=None)
+
+
+def least_group(ranks: int, chunks: int, microbatches: int) -> int:
+    """The fewest micro-batches that pass a chunk in a row. Raises InputError if Megatron takes more of them only."""
+    sizes = _groups(ranks, microbatches) if chunks > 1 else [1]
+    if not sizes:
+        raise InputError(f"microbatches = {microbatches}: with {chunks} chunks a rank Megatron needs at least {ranks}")
+    return min(sizes)
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:

@@ -45,6 +45,8 @@ class Stack:
         Raise InputError if it has no such stages, or no such order of ops.
     keeps_until_weight
         Whether a B frees nothing (`as_torch_holds`).
+    offloads_modules
+        Whether it offloads what modules of layers save, by a policy of its own (`megatron.Offload`).
     """
 
     own: Mapping[str, str]
@@ -57,6 +59,7 @@ class Stack:
     pairs: bool = True
     parts: bool = True
     keeps_until_weight: bool = False
+    offloads_modules: bool = False
 
     def places(self, chunks: int, shape: Shape) -> bool:
         """Whether its ranks can have so many stages each, of this shape."""
@@ -127,6 +130,7 @@ STACKS: dict[StackName, Stack] = {
         require_stages=megatron.require_stages,
         require_order=megatron.require_order,
         only_own=True,
+        offloads_modules=True,
     ),
     "primus": Stack(
         own=LOOPED,

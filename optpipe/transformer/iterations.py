@@ -64,8 +64,9 @@ def iteration_ms(estimated: Estimate) -> float:
     return simulate(estimated).ms
 
 
-def simulate(estimated: Estimate) -> Simulated:
+def simulate(estimated: Estimate, away: Sequence[float] = ()) -> Simulated:
     """Predict an iteration: 1F1B, interleaved with chunks, then the gradients' reduction and the optimizer's step.
+    Of each piece so many bytes of a micro-batch are `away` all the time, if any.
 
     Whether the model fits into the GPUs' memory does not matter. Raises InputError if the stages of a device are not
     looped.
@@ -75,6 +76,7 @@ def simulate(estimated: Estimate) -> Simulated:
         raise InputError(f"shape = {division.shape}: 1F1B interleaves looped stages")
     fields = ("forward_ms",), ("backward_input_ms", "backward_weight_ms"), ("activation_bytes",)
     of = [[sum(one_for_all(getattr(each, name)) for name in names) for each in estimated.layers] for names in fields]
+    of[2] = [kept - left for kept, left in zip(of[2], away, strict=True)] if away else of[2]
     forward_ms, backward_ms, kept_bytes = np.array(
         [[sum(figures[i] for i in pieces) for pieces in estimated.stages] for figures in of], float
     )

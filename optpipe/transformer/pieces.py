@@ -199,8 +199,8 @@ def _experts(share: Share) -> Piece:
     # Tokens to this GPU's experts; of undivided experts a GPU gets a share of them.
     sent = share.tokens * shape.experts_per_token * _load(share) * etp / tp
     sent_bytes = value_bytes * sent * hidden
-    numbers = shape.expert_ffn * sent / etp + shape.shared_ffn * share.tokens / tp  # behind the up matrices
-    middle, local, whole_kernel = value_bytes * numbers, shape.experts / ep, share.run.fused_experts
+    routed, shared = shape.expert_ffn * sent / etp, shape.shared_ffn * share.tokens / tp  # behind the up matrices
+    middle, local, whole_kernel = value_bytes * (routed + shared), shape.experts / ep, share.run.fused_experts
     outputs = value_bytes * sent * (shape.up_matrices * shape.expert_ffn / etp + hidden)
     biased = BIASES * outputs if shape.all_vectors.expert else 0.0
     activated = value_bytes * shape.shared_ffn * share.tokens / tp if whole_kernel else middle
@@ -221,7 +221,8 @@ def _experts(share: Share) -> Piece:
             Saved("router's input", whole, "cheap", operand=True),
             Saved("router's output", FP32 * share.tokens * shape.experts / along),
             share.operand("experts' input", sent_bytes),
-            *_saved_between(share, numbers),
+            *_saved_between(share, routed),
+            *(_saved_between(share, shared) if shared else []),
             Saved("experts' output", share.tensor_bytes(copies * hidden) / along * (not share.run.fused_gradients)),
             *([share.operand("latents", share.tensor_bytes(latent) / along)] if latent else []),
         ),

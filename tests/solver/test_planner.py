@@ -260,7 +260,7 @@ def test_a_schedule_is_as_long_and_as_large_as_the_formula_says(gpus: int) -> No
         if division.chunks == 1 or run.microbatches % division.pp == 0:
             schedule = generate("1f1b" if division.chunks == 1 else "interleaved", candidate.problem)
             held = max(candidate.used_bytes(schedule))
-            assert candidate.looped == (pytest.approx(candidate.with_step_end(schedule.makespan_ms)), held)
+            assert candidate.looped() == (pytest.approx(candidate.with_step_end(schedule.makespan_ms)), held)
 
 
 def test_no_schedule_is_made_where_the_formula_says_that_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

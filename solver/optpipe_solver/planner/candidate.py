@@ -3,6 +3,7 @@ than another (`difference`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log, sqrt
@@ -113,7 +114,7 @@ class Candidate:
     def may_fit(self) -> bool:
         """Whether there is room beside the state; without relief also for a micro-batch on every device. It is no proof
         that a schedule fits."""
-        relieved = self.runs.kinds & {Kind.O, Kind.C}
+        relieved = self.runs.kinds & {Kind.O, Kind.C} or self.runs.offloads_modules
         return all(
             memory.budget > (0 if relieved else held)
             for held, memory in zip(self._activation_bytes, self.estimate.devices, strict=True)
@@ -127,11 +128,16 @@ class Candidate:
             held[device] += sum(one_for_all(self.estimate.layers[i].activation_bytes) for i in pieces)
         return held
 
-    @cached_property
-    def looped(self) -> tuple[float, int]:
-        """The iteration of 1F1B, interleaved with chunks, and what its fullest GPU holds in bytes, without a schedule;
-        stages are looped, and with chunks pp divides the micro-batches."""
-        ms, peaks = simulate(self.estimate)
+    @property
+    def has_formula(self) -> bool:
+        """Whether `looped` is for it: stages are looped, and with chunks pp divides the micro-batches."""
+        division, run = self.estimate.parallelism, self.estimate.run
+        return division.shape == "looped" and (division.chunks == 1 or run.microbatches % division.pp == 0)
+
+    def looped(self, away: Sequence[float] = ()) -> tuple[float, int]:
+        """The iteration of 1F1B, interleaved with chunks, and what its fullest GPU holds in bytes, without a schedule,
+        as if of each piece so many bytes of a micro-batch were always away."""
+        ms, peaks = simulate(self.estimate, away)
         held = (peak - memory.budget for peak, memory in zip(peaks, self.estimate.devices, strict=True))
         return ms, self.estimate.gpu.memory_bytes + round(max(held))
 
@@ -235,7 +241,8 @@ class Candidate:
         if better:
             self.schedule = schedule
         evicts = any(stage.can_evict for stage in schedule.problem.stages)
-        if not evicts and (self.start is None or shorter(schedule.makespan_ms, self.start.makespan_ms)):
+        same = len(schedule.problem.stages) == self.estimate.parallelism.stages  # not layers as stages
+        if same and not evicts and (self.start is None or shorter(schedule.makespan_ms, self.start.makespan_ms)):
             self.start = schedule.on(self.problem)
         return better
 

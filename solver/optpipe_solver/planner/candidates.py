@@ -58,7 +58,7 @@ class Question(Document):
         Whether activations may leave to the host.
     stack
         What trains. `torch` is torchtitan or NeMo AutoModel by a schedule's rows, without offload and recomputation by
-        the schedule; `megatron` has 1F1B and interleaved 1F1B.
+        the schedule; `megatron` has 1F1B and interleaved 1F1B, and its own offload.
     """
 
     WHAT = "question"
@@ -100,7 +100,9 @@ class Question(Document):
         """One way to train the model with the stack; with `busy_ms` it stands for all whose devices compute at least
         so long for a micro-batch."""
         runs = STACKS[self.stack]
-        runs = runs if self.offload else replace(runs, kinds=runs.kinds - {Kind.O, Kind.D, Kind.R})
+        runs = (
+            runs if self.offload else replace(runs, kinds=runs.kinds - {Kind.O, Kind.D, Kind.R}, offloads_modules=False)
+        )
         return Candidate(estimated, runs, estimated.run.microbatches * (busy_ms or 0.0))
 
     @property

@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
+from optpipe.formats.megatron import offload_arguments
 from optpipe.formats.stacks import STACKS
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -29,6 +31,7 @@ from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.candidates import Question, Running, Stack, Today, branches, candidates, running, shifted
+from optpipe_solver.planner.offload import offloads
 from optpipe_solver.systems import SYSTEMS, generate
 
 GB = 1e9
@@ -62,6 +65,8 @@ class Plan:
         Candidates that could be shorter by no more than this share were ruled out.
     notes
         Why searches of candidates failed.
+    own_ms
+        Where Megatron's own offload is the best: the iteration of OptPipe's schedule of the same division and memory.
     """
 
     question: Question
@@ -71,6 +76,7 @@ class Plan:
     time_s: float
     notes: tuple[str, ...]
     today: Running | None = None
+    own_ms: float | None = None
 
     @property
     def best(self) -> Candidate:
@@ -164,8 +170,22 @@ class PlanSearch:
         if self.best is None:
             raise InputError(_why_none(self.question, self.candidates, self.options.time_limit_s))
         ranked = sorted(self.candidates, key=lambda c: (c.method is None, c.least_ms))
-        passed_s = self._clock.passed_s
-        return Plan(self.question, tuple(ranked), self.solved, self.options.gap, passed_s, tuple(self.notes), runs)
+        own_ms = self._own_ms(self.best)
+        passed_s, notes = self._clock.passed_s, tuple(self.notes)
+        return Plan(self.question, tuple(ranked), self.solved, self.options.gap, passed_s, notes, runs, own_ms)
+
+    def _own_ms(self, best: Candidate) -> float | None:
+        """The iteration of a schedule of OptPipe's on the same division and memory, where Megatron offloads."""
+        if best.schedule is None or not offload_arguments(best.schedule):
+            return None
+        problem = best.estimate.problem
+        seconds = min(tuning.LISTED_SHARE * self.options.time_limit_s, self._clock.left_s - tuning.SPARE_S)
+        start = result = None
+        with suppress(OptPipeError):  # whatever fails proves nothing
+            start = next(STREAMS["adaoffload"](problem, "makespan"), None)
+            result = self._solve(problem, start, seconds) if seconds >= tuning.ENGINE_LEAST_S else None
+        found = [each for each in (start, result and result.schedule) if each and not each.compiled.complaints]
+        return min((best.with_step_end(each.makespan_ms) for each in found), default=None)
 
     def _with_today(self, runs: Running) -> Running:
         """Begin with what runs today: it is one of the candidates."""
@@ -244,12 +264,10 @@ class PlanSearch:
     def _try_looped(self, candidate: Candidate) -> str | None:
         """Try 1F1B, interleaved with chunks, of which a schedule is needed only if it is the best. Returns its name,
         None if there is no formula for it."""
-        division, run = candidate.estimate.parallelism, candidate.estimate.run
-        name = "1f1b" if division.chunks == 1 else "interleaved"
-        has_formula = division.shape == "looped" and (division.chunks == 1 or run.microbatches % division.pp == 0)
-        if not has_formula or not candidate.may_fit:
+        name = "1f1b" if candidate.estimate.parallelism.chunks == 1 else "interleaved"
+        if not candidate.has_formula or not candidate.may_fit:
             return None
-        ms, held = candidate.looped
+        ms, held = candidate.looped()
         if held > candidate.estimate.gpu.memory_bytes:
             return name
         if self.best is None or shorter(ms, self.best.iteration_ms):
@@ -268,6 +286,10 @@ class PlanSearch:
             self._take(candidate, schedule)
             if not self.may_win(candidate) or (clock.over and self.best):
                 return
+        below_ms = self.best.iteration_ms if self.best else NO_SCHEDULE_MS
+        for schedule in offloads(candidate, below_ms) if candidate.runs.offloads_modules else ():
+            clock.count(len(schedule.compiled.rows) // tuning.PUBLISHED_SPEED)
+            self._take(candidate, schedule)
         if self._only_published:
             candidate.bound_ms = min((ms for ms, _ in candidate.lengths.values()), default=NO_SCHEDULE_MS)
 
@@ -336,7 +358,8 @@ class PlanSearch:
 
     def _examine(self, candidate: Candidate) -> None:
         """Find out whether it fits, and raise its bound to that of its stages."""
-        if not candidate.may_fit or infeasibility(candidate.problem):
+        by_layers = candidate.runs.offloads_modules  # then less than a stage's activation may do
+        if not candidate.may_fit or (not by_layers and infeasibility(candidate.problem)):
             candidate.bound_ms = NO_SCHEDULE_MS
         else:
             candidate.bound_ms = max(candidate.bound_ms, candidate.with_step_end(trivial_bound(candidate.problem)))
@@ -376,12 +399,12 @@ def _why_none(question: Question, candidates: Sequence[Candidate], time_limit_s:
     who, has = f"gpus = {question.gpus}: no division fits: with {nearest},", question.usable.memory_bytes
     limit = f"; {question.limit}" if question.limit else ""
     beside = f" beside the margin of {question.margin:g}" if question.margin else ""
+    at_once = "one micro-batch at a time" + " without offload" * nearest.runs.offloads_modules
     if least[0] <= has:
         return f"{who} one micro-batch fits, but no schedule that {question.stack} has{limit}"
     return (
-        f"{who} a GPU needs {least[0] / GB:.1f} GB for one micro-batch at a time, {nearest.state_bytes / GB:.1f} of it "
-        f"without any activation, and has {has / GB:.1f}{beside}; more GPUs, larger ones or a smaller model would "
-        f"fit{limit}"
+        f"{who} a GPU needs {least[0] / GB:.1f} GB for {at_once}, {nearest.state_bytes / GB:.1f} of it without any "
+        f"activation, and has {has / GB:.1f}{beside}; more GPUs, larger ones or a smaller model would fit{limit}"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 
@@ -70,6 +71,7 @@ BRIDGE = {
     "--microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
 }
 OPPOSITE = {"--grad-reduce-in-bf16", "--untie-embeddings-and-output-weights"}  # of what Bridge's option says
+LISTS = ("--offload-modules",)
 # What a recipe may have, and a plan has not unless it is written.
 RECIPE = {
     "model.context_parallel_size": "1",
@@ -81,6 +83,7 @@ RECIPE = {
     "model.account_for_loss_in_pipeline_split": "false",
     "model.mtp_num_layers": "null",
     "model.recompute_granularity": "null",
+    "model.fine_grained_activation_offloading": "false",
 }
 RECIPE_OF_EXPERTS = {
     "model.expert_model_parallel_size": "1",
@@ -186,7 +189,7 @@ def _megatron(candidate: Candidate) -> list[str]:
         letters = hybrid_letters(estimate.shape) if estimate.shape.parts else ()
         flags += arguments.write(candidate.schedule, run.mtp, letters).splitlines()
     elif candidate.schedule:
-        flags += arguments.pair_arguments(candidate.schedule)
+        flags += arguments.pair_arguments(candidate.schedule) + arguments.offload_arguments(candidate.schedule)
     flags += [f"--mtp-num-layers {run.mtp}"] if run.mtp and parallelism.pp == 1 else []
     flags += [f"--expert-tensor-parallel-size {parallelism.etp}"] if parallelism.etp else []
     flags += ["--sequence-parallel"] if parallelism.tp > 1 else []
@@ -220,10 +223,11 @@ def bridge(candidate: Candidate) -> list[str]:
     run, chunks = candidate.estimate.run, candidate.estimate.parallelism.chunks
     words = shlex.split(" ".join(_megatron(candidate)).removesuffix(PRECISIONS[run.precision][0]))
     lines = [f"mixed_precision={PRECISIONS[run.precision][1]}"] if run.precision != "fp32" else []
-    for name, value in zip(words, [*words[1:], "--"], strict=True):
+    for place, name in enumerate(words):
         if name.startswith("--"):
             option = BRIDGE.get(name, f"model.{name[2:].replace('-', '_')}")
-            given = "true" if value.startswith("--") else quote(value)
+            values = [*takewhile(lambda word: not word.startswith("--"), words[place + 1 :])]
+            given = quote(f"[{','.join(values)}]" if name in LISTS else values[0]) if values else "true"
             lines.append(f"{option}={'false' if name in OPPOSITE else given}")
     lines += [f"{BRIDGE['--num-virtual-stages-per-pipeline-rank']}={chunks}"] * (chunks > 1)
     lines += [f"dataset.seq_length={candidate.estimate.sequence}", *[f"peft.dim={run.lora}"] * (run.lora > 0)]
