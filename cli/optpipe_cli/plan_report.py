@@ -118,12 +118,6 @@ def _today(plan: Plan, today: Running) -> Iterator[str]:
 def _best(plan: Plan) -> Iterator[str]:
     """The answer, and how much shorter others could be."""
     best, schedule = plan.best, _schedule(plan.best)
-    if plan.own_ms is not None:
-        less = 1 - plan.own_ms / best.iteration_ms
-        yield (
-            f"      OptPipe's own schedule, so divided and in this memory: {plan.own_ms / S:.4g} s, "
-            f"{abs(less):.1%} {'less' if less >= 0 else 'more'}"
-        )
     left, others = 1 - plan.lower_bound_ms / best.iteration_ms, plan.may_be_shorter
     more = sum(share > plan.gap for share in others)
     yield f"run   {best}"
@@ -134,6 +128,12 @@ def _best(plan: Plan) -> Iterator[str]:
         f"step  {best.iteration_ms / S:.4g} s, {_tokens_per_s(best):,.0f} tokens/s, predicted MFU "
         f"{best.estimate.utilization_in(best.iteration_ms):.1%}, bubble {schedule.timeline.bubble:.1%}"
     )
+    if plan.own_ms is not None:
+        less = 1 - plan.own_ms / best.iteration_ms
+        yield (
+            f"      OptPipe's own schedule of whole stages, so divided and in this memory: {plan.own_ms / S:.4g} s, "
+            f"{abs(less):.1%} {'less' if less >= 0 else 'more'}"
+        )
     yield (
         f"      without evictions no candidate can take less than {plan.lower_bound_ms / S:.4g} s ({left:.1%} less); "
         f"others that may be shorter: {len(others)}, by more than --gap {plan.gap:.1%}: {more}"

@@ -99,7 +99,10 @@ def test_modules_save_what_their_tensors_are() -> None:
 def test_a_plan_offloads_where_that_is_shorter_and_exports_the_arguments() -> None:
     """Between the memory that 1F1B needs and that which recomputation needs."""
     asked = question(RESERVED + 6_200_000_000, model=MODEL, stack="megatron")
-    with_it, without = (planned(each).best for each in (asked, asked.model_copy(update={"offload": False})))
+    plans = [planned(each) for each in (asked, asked.model_copy(update={"offload": False}))]
+    with_it, without = (plan.best for plan in plans)
+    assert [plan.own_ms is not None for plan in plans] == [True, False]
+    assert plans[0].own_ms >= with_it.work_ms
     assert with_it.iteration_ms < 0.97 * without.iteration_ms
     schedule = with_it.schedule
     assert schedule is not None
