@@ -15,7 +15,7 @@ from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.methods import RELAX
 from optpipe_solver.relax import one_stage, one_stage_search, several_stages
-from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, no_states
+from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, first_states
 
 MOST_THREADS: int | None = 1
 OPEN_ENDED = True
@@ -100,11 +100,12 @@ def device_bounds(
     if len(stages) == 1:
         one = one_stage.one_stage_device(problem, j, stages[0], microbatches, objective)
         expand = partial(one_stage_search.expand, one, tuple(one_stage.empty_state(microbatches) for _ in range(4)))
-        states = no_states(most_states, one_stage.must_equal(microbatches))
+        states = first_states(most_states, one_stage.must_equal(microbatches), one_stage.FIRST_ACTIVATION)
     else:
         several = several_stages.several_stages_device(problem, j, stages, microbatches, objective)
         expand = partial(several_stages.expand, several, tuple(several_stages.empty_state(several) for _ in range(2)))
-        states = no_states(most_states, several_stages.must_equal(several))
+        columns = several_stages.WAITING + len(several.weights.ms)
+        states = first_states(most_states, several_stages.must_equal(several), columns)
     begins_ms = float(paths.arrives[d]) if objective == "makespan" else 0.0
     while not (states.tally[IS_COMPLETE] or states.tally[IS_FULL]):
         least_ms = float(expand(states, POPS))

@@ -41,7 +41,6 @@ from optpipe_solver.relax.states import (
     IS_COMPLETE,
     IS_FULL,
     NOW,
-    ROWS,
     States,
     add_unless_dominated,
     copy_columns,
@@ -69,8 +68,6 @@ def expand(device: OneStage, room: tuple[StageState, ...], states: States, pops:
     `tally[IS_FULL]` the search must not go on, as the state that had no room is gone.
     """
     state, row = room[0], room[0].row
-    if states.tally[ROWS] == 0:
-        add_unless_dominated(row, FIRST_ACTIVATION, False, end_bound(state, device), states)
     for _ in range(pops):
         if states.tally[HEAPED] == 0:
             break

@@ -22,7 +22,6 @@ from optpipe_solver.relax.states import (
     IS_COMPLETE,
     IS_FULL,
     NOW,
-    ROWS,
     States,
     add_unless_dominated,
     copy_columns,
@@ -145,8 +144,6 @@ def expand(device: SeveralStages, room: tuple[StepsState, ...], states: States, 
     first has it first: their further ways can be exchanged. `room` is for states to work on.
     """
     state, following = room
-    if states.tally[ROWS] == 0:
-        add_unless_dominated(state.row, _width(state), False, end_bound(state, device), states)
     for _ in range(pops):
         if states.tally[HEAPED] == 0:
             break

@@ -36,11 +36,14 @@ class States(NamedTuple):
     tally: Ints
 
 
-def no_states(rows: int, must_equal: Flags) -> States:
-    """Room for so many states. Memory is used as it is filled."""
+def first_states(rows: int, must_equal: Flags, columns: int) -> States:
+    """Room for so many states, and the one in which nothing has been done: so many columns of 0. Memory is used as it
+    is filled."""
     begin, next_in_bucket, heap = (np.empty(rows, dtype=np.int64) for _ in range(3))
-    bucket, tally = np.full(BUCKETS, -1, dtype=np.int64), np.zeros(5, dtype=np.int64)
-    return States(np.empty(MOST_CELLS), begin, np.empty(rows), next_in_bucket, bucket, heap, must_equal, tally)
+    bucket, tally = np.full(BUCKETS, -1, dtype=np.int64), np.array([1, columns, 1, 0, 0])  # in no bucket
+    cells, bound = np.empty(MOST_CELLS), np.empty(rows)
+    cells[:columns] = begin[0] = bound[0] = heap[0] = 0
+    return States(cells, begin, bound, next_in_bucket, bucket, heap, must_equal, tally)
 
 
 @compiled_part
