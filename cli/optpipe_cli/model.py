@@ -59,7 +59,9 @@ def model(
         "host_memory_bytes": host_bytes(host_memory_gb),
         **run.model_dump(),
     }
-    answer = estimate(read_model(name), division, read_gpu(gpu), Run.from_dict(whole, "model"))
+    shape = read_model(name)
+    require_use(shape, run.overlap, run.model_fields_set)
+    answer = estimate(shape, division, read_gpu(gpu), Run.from_dict(whole, "model"))
     if json:
         print_json(figures(answer))
     else:
@@ -72,6 +74,14 @@ def model(
         answer.problem.save(output)
         if not json:
             echo(f"written to {output}")
+
+
+def require_use(shape: Transformer, overlap: str | None, chosen: Iterable[str]) -> None:
+    """Raises InputError for a chosen option that changes nothing, as it is about experts and there are none."""
+    of_experts = {"dispatch", "expert_load", "fused_experts"} & {*chosen}
+    if not shape.experts and (options := [*sorted(of_experts), *["overlap experts"] * (overlap == "experts")]):
+        name = shape.name or "the model"
+        raise InputError(f"--{options[0].replace('_', '-')}: would change nothing, as {name} has no experts")
 
 
 def what_fits(answer: Estimate) -> Iterator[str]:
@@ -141,8 +151,10 @@ def lines(estimate: Estimate) -> Iterator[str]:
 
 
 def left_out(shape: Transformer, mtp: int) -> Iterator[str]:
-    """A line about the parts that are not modelled, if there are any; with `mtp` those that it counts are."""
-    if parts := [part for part in shape.left_out if not (mtp and part.endswith("--mtp counts it)"))]:
+    """A line about the parts that are not modelled, if there are any; so many prediction modules are."""
+    modules = shape.mtp_modules
+    of = f"{modules - mtp} of {modules} multi-token prediction modules (--mtp {modules} counts all)"
+    if parts := [*shape.left_out, *[of] * (modules > mtp)]:
         yield f"  not modelled: {'; '.join(parts)}"
 
 
@@ -172,8 +184,8 @@ def assumed(estimate: Estimate) -> str:
         f"{'assumed' if gpu.covariance is None else 'learned'}: matmuls reach {gpu.fraction(precision):.0%} of "
         f"{estimate.clock.peak(precision) / 1e12:.0f} TFLOP/s, half of that at depth {gpu.matmul_depth:.0f}, attention "
         f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, the network "
-        f"{gpu.network_fraction:.0%}, the host link {gpu.host_fraction:.0%}; launching a kernel takes "
-        f"{gpu.host_us:.0f} µs, a step of a collective {gpu.link_us:.1f} µs"
+        f"{gpu.network_fraction:.0%}, the host link {gpu.host_fraction:.0%}; the host "
+        f"effectively {gpu.host_us:.0f} µs a kernel, waits included; a step of a collective {gpu.link_us:.1f} µs"
     )
 
 

@@ -16,7 +16,7 @@ from optpipe.results import Result
 from optpipe.schedule import Schedule
 from optpipe.transformer.records import Precision, Run, RunOptions
 from optpipe_cache import Cache
-from optpipe_cli.model import host_bytes, read_gpu, read_model
+from optpipe_cli.model import host_bytes, read_gpu, read_model, require_use
 from optpipe_cli.options import Flag, FolderOutput, Json, NoCache, Options
 from optpipe_cli.output import ctrl_c_calls, echo, print_json, shown_while
 from optpipe_cli.plan_report import figures, lines, progress, write
@@ -77,9 +77,11 @@ def plan(
     run |= {"moe_pad_expert_input_to_capacity": moe_pad_expert_input_to_capacity}
     chosen = {name: value for name, value in (("dispatch", dispatch), ("overlap", overlap)) if value is not None}
     run |= BY_DEFAULT.get(stack, {}) | chosen
+    model = read_model(name)
+    require_use(model, overlap, chosen)
     question = Question.from_dict(
         {
-            "model": read_model(name),
+            "model": model,
             "gpu": read_gpu(gpu),
             "gpus": gpus,
             "batch": batch,

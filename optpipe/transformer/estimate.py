@@ -117,6 +117,8 @@ class Estimate:
             raise InputError(f"layers add up to {sum(counts)}: the model has {layers}")
         last = parallelism.stages - 1
         predicting = last if parallelism.mtp_stage is None else parallelism.mtp_stage
+        if parallelism.mtp_stage is not None and not self.run.mtp:
+            raise InputError(f"mtp_stage = {predicting}: expected none, as the run has mtp = 0")
         if self.run.mtp and (predicting > last or any(counts[predicting + 1 :])):
             raise InputError(f"mtp_stage = {predicting}: expected a stage behind which no stage has layers")
         counts[0] += 1

@@ -61,7 +61,8 @@ class Gpu(Document):
 
     The rest are the parameters of the cost model (docs/costs.md): the fractions that large matmuls, flash attention,
     passes over memory and links reach; `matmul_depth`, the depth at which a matmul reaches half of its fraction;
-    `host_us`, in which the host launches a kernel; `link_us`, the latency of each step of a collective.
+    `host_us`, what a kernel costs the host, Python and waiting included, so more than a launch; `link_us`, the latency
+    of each step of a collective.
 
     `precision_fractions` are what matmuls of other precisions reach over `matmul_fraction`, which is that of 16 bits: a
     GPU whose power is the limit reaches more of its peak with fewer.

@@ -1,8 +1,7 @@
 """Reads the shape of a transformer from a Hugging Face `config.json`, by transformers itself.
 
 transformers fills in what a config leaves out and makes the model on the meta device, where parameters have shapes and
-no bytes. The shape is read from both; it must have exactly the model's parameters. Without transformers only a Llama
-config that leaves nothing out is read.
+no bytes. The shape is read from both; it must have exactly the model's parameters.
 """
 
 from __future__ import annotations
@@ -32,17 +31,6 @@ MTP = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num
 DROPOUT = ("resid_pdrop", "hidden_dropout", "dropout", "residual_dropout")
 NO_PARTS = {"quantization_config", "generation_config", "compression_config", "text_config"}
 HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of architectures that give logits of tokens
-# Of `llama`, which has no other part that a field could add.
-PLAIN = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "hidden",
-    "intermediate_size": "ffn",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "query_groups",
-    "vocab_size": "vocabulary",
-    "tie_word_embeddings": "tied",
-}
-EXTRA = "transformers reads it: pip install 'optpipe[models]'"
 
 
 def read(text: str | bytes, what: str = "config") -> Transformer:
@@ -58,27 +46,21 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
     try:
         import transformers  # noqa: F401
     except ImportError:
-        fields = _plain(whole, what)
-    else:
-        try:
-            fields = _Model(whole, what).fields()
-        except AttributeError as error:  # models without attention have no heads
-            raise _NotModelledError(f"{what}: {_shown(error)}: it is not modelled") from None
+        raise InputError(f"{what}: transformers reads a config: pip install 'optpipe[models]'") from None
+    try:
+        fields = _Model(whole, what).fields()
+    except AttributeError as error:  # models without attention have no heads
+        raise _NotModelledError(f"{what}: {_shown(error)}: it is not modelled") from None
     if "text_config" in whole:  # in the whole model the names are others
         fields |= {"modules": None}
-    named = {"name": _shown(whole.get("_name_or_path") or whole.get("model_type")), "source": what[:500]}
+    text_config = whole.get("text_config")
+    found = (text_config if isinstance(text_config, dict) else whole).get
+    named: dict[str, Any] = {
+        "name": _shown(whole.get("_name_or_path") or whole.get("model_type")),
+        "source": what[:500],
+    }
+    named |= {"mtp_modules": next((value for name in MTP if (value := found(name))), 0)}
     return Transformer.from_dict(fields | named | {"left_out": tuple(_left_out(whole))}, what)
-
-
-def _plain(config: dict[str, Any], what: str) -> dict[str, Any]:
-    """The fields of a Llama config that leaves nothing out. Raises InputError for any other."""
-    if config.get("model_type") != "llama":
-        raise InputError(f"{what}: model_type = {shown(config.get('model_type'))}: {EXTRA}")
-    if missing := [name for name in PLAIN if name not in config]:
-        raise InputError(f"{what}: {missing[0]} is missing: {EXTRA}")
-    if biased := [name for name in ("attention_bias", "mlp_bias", "head_dim") if config.get(name)]:
-        raise InputError(f"{what}: {biased[0]} = {shown(config[biased[0]])}: {EXTRA}")
-    return {field: config[name] for name, field in PLAIN.items()} | {"gated": True}
 
 
 class _NotModelledError(InputError):
@@ -371,9 +353,6 @@ def _left_out(whole: dict[str, Any]) -> Iterator[str]:
         yield f"{_shown(name)} ({_shown(part.get('model_type') or name.removesuffix('_config'))})"
     if isinstance(text, dict) and whole.get("model_type") and not parts:
         yield f"what {_shown(whole['model_type'])} adds to its language model"
-    for name in MTP:
-        if value := (text if isinstance(text, dict) else whole).get(name):
-            yield f"{name} = {_shown(value)} (multi-token prediction: --mtp counts it)"
     architectures = whole.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         if not str(name).endswith(HEADED):

@@ -90,7 +90,7 @@ class Transformer(Document):
     Without `vectors` each layer has two norms and the head one, and nothing has biases. An embedding of another width
     than `hidden` has a projection to it, and the head one back. With a `window` a query attends to so many tokens, the
     last of them its own; those of `full_layers` attend to all. `left_out` names parts of the model that are in none of
-    these fields.
+    these fields, `mtp_modules` counts multi-token prediction modules, which only a run with `mtp` has.
 
     With `kv_latent` attention is multi-head latent (DeepSeek-V2, 2024, section 2.1): keys and values come from a latent
     vector of that width, queries from one of width `query_latent`, or from the hidden state if that is 0. Of each
@@ -121,6 +121,7 @@ class Transformer(Document):
     window: Count = 0  # 0: all tokens
     full_layers: Items[Count] = ()
     left_out: Items[Text] = ()
+    mtp_modules: Count = 0
     modules: ModuleNames | None = None
     gated: bool = False
     tied: bool = False  # one matrix for the embedding and the head

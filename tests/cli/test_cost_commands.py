@@ -69,7 +69,7 @@ def test_it_says_what_is_counted_beside_a_usual_model(run: Run):
     assert "each with a layer and the head again; one kernel for all experts" in out
     _, out, _ = run("model", "llama-3-8b", "--tp", "8", "--lora", "16", "--head-parts", "2")
     assert "counted: adapters of rank 16, which alone are trained; the head in 2 parts, which only OptPipe" in out
-    assert "counted" not in run("model", *LLAMA, "--fused-experts")[1]
+    assert "counted" not in run("model", *LLAMA)[1]
     _, _, error = run("model", "llama-3-8b", "--head-parts", "4096")
     assert error.startswith("error: --head-parts = '4096': input should be less than or equal to 64")
 
@@ -150,10 +150,13 @@ def model(tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_prediction_modules_that_are_counted_are_not_left_out():
-    left = "num_nextn_predict_layers = 1 (multi-token prediction: --mtp counts it)"
-    shape = MODELS["deepseek-v3"].model_copy(update={"left_out": (left, "vision_config (vit)")})
-    assert list(left_out(shape, 0)) == [f"  not modelled: {left}; vision_config (vit)"]
-    assert list(left_out(shape, 1)) == ["  not modelled: vision_config (vit)"]
+    """Whatever the sentences of what is left out end with."""
+    others = ("vision_config (--mtp counts it)",)
+    shape = MODELS["deepseek-v3"].model_copy(update={"left_out": others, "mtp_modules": 2})
+    of = "multi-token prediction modules (--mtp 2 counts all)"
+    assert list(left_out(shape, 0)) == [f"  not modelled: {others[0]}; 2 of 2 {of}"]
+    assert list(left_out(shape, 1)) == [f"  not modelled: {others[0]}; 1 of 2 {of}"]
+    assert list(left_out(shape, 2)) == [f"  not modelled: {others[0]}"]
 
 
 def test_it_says_what_to_run_and_writes_it(run: Run, tmp_path: Path, model):

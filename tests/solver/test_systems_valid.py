@@ -111,9 +111,15 @@ def test_what_a_paper_excludes_is_one_sentence(method: str, problem: Problem, se
         generate(method, problem)
 
 
-def test_on_stages_that_are_not_both_ways_dualpipe_asks_for_the_overlap() -> None:
-    with pytest.raises(InputError, match=r"^overlap_factor is missing: on stages not given both ways, dualpipe holds"):
-        generate("dualpipe", ROW, placements="all")
+@pytest.mark.parametrize(("factor", "said"), [(None, "missing"), ([[1.0] * 4] * 4, "by pair, as of an estimate")])
+def test_on_stages_that_are_not_both_ways_dualpipe_asks_for_budgets_of_all_parameters_twice(factor, said) -> None:
+    """Of which one factor for all pairs assures: the budgets of an estimate, whose factors are lists, are one way's."""
+    problem = ROW.replace(overlap_factor=factor)
+    with pytest.raises(
+        InputError, match=rf"^overlap_factor is {said}.*: on stages not given both ways, dualpipe holds"
+    ):
+        generate("dualpipe", problem, placements="all")
+    assert len(generate("dualpipe", ROW.replace(overlap_factor=1.0), placements="all").problem.all_routes) == 2
 
 
 IN_LOOPS = System("looped", "", one_f_one_b, least=2, most=None, chunks=2)

@@ -33,7 +33,7 @@ PARTS = {
     "matmuls": "matmuls",
     "attention": "attention",
     "passes": "norms, losses and the like",
-    "host": "launching kernels",
+    "host": "the host, by kernels",
     "messages": "messages within stages",
     "recomputing": "recomputing",
 }

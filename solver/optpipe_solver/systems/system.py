@@ -64,10 +64,13 @@ class System:
         if placements == "keep":
             hint = " (with all placements it is given them)" if len(problem.all_routes) == 1 else ""
             raise InputError(f"{self.name} needs {self._stages()}: the problem has other stages{hint}")
-        if self.shape == "bidirectional" and problem.overlap_factor is None:  # as in the placement search
+        if self.shape == "bidirectional" and not isinstance(problem.overlap_factor, float):  # as where all are searched
+            is_given = (
+                "missing" if problem.overlap_factor is None else "by pair, as of an estimate with parameters once"
+            )
             raise InputError(
-                f"overlap_factor is missing: on stages not given both ways, {self.name} holds all parameters "
-                "twice to run forwards beside backwards"
+                f"overlap_factor is {is_given}: on stages not given both ways, {self.name} holds all parameters "
+                "twice to run forwards beside backwards (dualpipe-v once)"
             )
         try:
             return Placement.balanced(problem, self.chunks, self.shape)
