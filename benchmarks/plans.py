@@ -16,8 +16,9 @@ from optpipe.options import SearchOptions
 from optpipe.transformer.iterations import Iteration
 from optpipe.transformer.presets import GPUS, preset
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import DEGREES, Question, Running, Today, branches, candidates, running
+from optpipe_solver.planner.candidates import Question, branches, candidates
 from optpipe_solver.planner.search import PlanSearch
+from optpipe_solver.planner.today import DEGREES, Running, Today, running
 
 TABLE = "megatron-bridge.csv"
 GB, S = 1e9, 1000.0

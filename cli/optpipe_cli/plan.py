@@ -21,8 +21,9 @@ from optpipe_cli.options import Flag, FolderOutput, Json, NoCache, Options
 from optpipe_cli.output import ctrl_c_calls, echo, print_json, shown_while
 from optpipe_cli.plan_report import figures, lines, progress, write
 from optpipe_cli.solve import usable_cache
-from optpipe_solver.planner.candidates import BY_DEFAULT, Question, Today
+from optpipe_solver.planner.candidates import BY_DEFAULT, Question
 from optpipe_solver.planner.search import Plan, PlanSearch
+from optpipe_solver.planner.today import Today
 
 RUN = RunOptions()
 PRECISIONS = f"One of {', '.join(get_args(Precision))}."

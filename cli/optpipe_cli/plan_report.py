@@ -17,15 +17,17 @@ from optpipe.transformer.calibrate import UNEXPLAINED
 from optpipe.transformer.estimate import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidate import WHOLE, Candidate, difference
-from optpipe_solver.planner.candidates import Question, Running
+from optpipe_solver.planner.candidates import Question
 from optpipe_solver.planner.search import Plan, PlanSearch
 from optpipe_solver.planner.settings import bridge, megatron, nemo, torchtitan
+from optpipe_solver.planner.today import Running
 
 GB, S = 1e9, 1000.0
 OTHERS = 5  # divisions beside the best one
 DRAWN = 1.5  # times as long as the best: what takes longer is not shown
 HELD = {"weights": 9, "gradients": 11, "optimizer": 11, "workspace": 11, "reserved": 10, "activations": 13, "in all": 8}
 CSV = "schedule.csv"
+TIME_UP = "none that fits was found in time, a longer --time-limit may find one"
 SENT = {
     "none": "gradients are reduced behind the schedule",
     "replicas": "gradients are reduced beside the last backward",
@@ -83,7 +85,7 @@ def _question(plan: Plan) -> Iterator[str]:
     yield (
         f"{len(plan.ranked)} candidates: {counts.too_large} too large, {counts.ruled_out} ruled out by bounds, "
         f"{counts.left_open} left open, {counts.scheduled} with schedules that fit; {plan.searched} were searched, in "
-        f"{plan.time_s:.0f} s"
+        f"{plan.time_s:.0f} s" + "; a longer --time-limit would compare those left open" * (counts.left_open > 0)
     )
     yield (
         f"{assumed(estimate)}; {SENT.get(estimate.run.overlap, SENT['all'])}; ZeRO 1 unless another is named"
@@ -103,6 +105,10 @@ def _today(plan: Plan, today: Running) -> Iterator[str]:
         f"      {today.schedule.method}: {today.iteration_ms / S:.4g} s, {today.used_bytes / GB:.2f} GB of "
         f"{today.has_bytes / GB:.2f} GB: {verdict}"
     )
+    if not today.fits:
+        run = today.candidate.estimate.run
+        yield f"      counted: gradients of {run.gradient_bytes}, an optimizer of {run.state_bytes} bytes a parameter"
+        yield f"      would fit: {', or '.join(today.fitting) or 'nothing of 16-bit optimizers and recomputation'}"
     same = next(candidate for candidate in plan.ranked if candidate.division == today.candidate.division)
     for name, best in (("so divided", same), ("by the plan", plan.best)):
         if best.method:
@@ -111,8 +117,8 @@ def _today(plan: Plan, today: Running) -> Iterator[str]:
             change = f"{abs(less):.1%} {'less' if less >= 0 else 'more'}"
             yield f"      {name}: {ms / S:.4g} s ({change}), {held / GB:.2f} GB, by {best.method}: {best}"
         else:
-            proven = best.bound_ms >= NO_SCHEDULE_MS
-            yield f"      {name}: {'nothing fits, whatever is recomputed' if proven else 'nothing that fits was found'}"
+            found = "nothing fits, whatever is recomputed" if best.bound_ms >= NO_SCHEDULE_MS else TIME_UP
+            yield f"      {name}: {found}"
 
 
 def _best(plan: Plan) -> Iterator[str]:
@@ -122,6 +128,9 @@ def _best(plan: Plan) -> Iterator[str]:
     more = sum(share > plan.gap for share in others)
     yield f"run   {best}"
     yield f"      {schedule.method}, {_layers(best)}"
+    if (other := plan.shortest) is not best:
+        longer = best.iteration_ms / other.iteration_ms - 1
+        yield f"      {longer:.1%} longer than {other}, which no prediction is sure of: less cp wins"
     if (order := devices_in_order(schedule.problem)) != sorted(order):
         yield f"      on devices {' '.join(map(str, order))} in this order: each stage shares a node with its peer"
     yield (
@@ -211,6 +220,7 @@ def figures(plan: Plan) -> dict[str, Any]:
             "iteration_ms": today.iteration_ms,
             "used_bytes": today.used_bytes,
             "fits": today.fits,
+            "fitting": today.fitting,
         },
         "best": _figures(best) | {"problem": _schedule(best).problem.to_dict()},
         "other_divisions": [

@@ -38,11 +38,6 @@ NAMES = {
     "pipeline-model-parallel-layout": "layout",
     "hybrid-layer-pattern": "pattern",
 }
-# A name and its value, after spaces, = or a colon; commas within a layout belong to it.
-_ARGUMENT = re.compile(
-    rf"(?<![\w-])-*({'|'.join(NAMES).replace('-', '[-_]')}|layout|pattern)(?:['\"]?\s*[=:]\s*|\s+)"
-    r"['\"]?([^\s,'\"]+(?:,[EtmL|()*\d]+(?![^\s,'\"]))*)['\"]?"
-)
 
 
 # What a schedule's method has after 1f1b or interleaved if Megatron's own offload is in it (0.19.2; 0.16.1 has all but
@@ -188,10 +183,22 @@ def in_stages(letters: Sequence[str], counts: Sequence[int]) -> str:
     return "|".join("".join(letters[a:b]) for a, b in pairwise((0, *accumulate(counts))))
 
 
-def take_arguments(text: str) -> tuple[dict[str, str], str]:
-    """The arguments among `NAMES` in a text, by our short names, and the text without them."""
-    found = {NAMES.get(name.replace("_", "-"), name): value for name, value in _ARGUMENT.findall(text)}
-    return found, _ARGUMENT.sub("", text)
+def take_arguments(text: str, names: Mapping[str, str] = NAMES) -> tuple[dict[str, str], str]:
+    """The arguments of these names in a text, by our short names, and the text without them.
+
+    A value is after spaces, = or a colon, a number also alone; commas within a layout belong to it. Raises InputError
+    if an argument has two values.
+    """
+    argument = re.compile(
+        rf"(?<![\w.-])-*(?:\w+\.)*((?i:{'|'.join(names).replace('-', '[-_]')}|layout|pattern))"
+        r"(?:['\"]?\s*[=:]\s*|\s+|(?=\d))['\"]?([^\s,'\"]+(?:,[EtmL|()*\d]+(?![^\s,'\"]))*)['\"]?"
+    )
+    found = dict[str, str]()
+    for name, value in argument.findall(text):
+        short = names.get(name.lower().replace("_", "-"), name.lower())
+        if found.setdefault(short, value) != value:
+            raise InputError(f"{name} = {value}: {short} is {found[short]} already")
+    return found, argument.sub("", text)
 
 
 def read(found: dict[str, str], rest: str, problem: Problem) -> Schedule:

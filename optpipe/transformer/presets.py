@@ -20,7 +20,6 @@ from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Transformer
 
 T = TypeVar("T")
-FEW = 16  # names in a sentence
 
 
 def read_data(name: str) -> dict[str, Any]:
@@ -40,11 +39,9 @@ GPUS = {name: Gpu.from_dict({"name": name} | sheet, name) for name, sheet in _SH
 
 
 def preset(presets: Mapping[str, T], kind: str, name: str) -> T:
-    """The preset of this name; case does not matter. Raises InputError if there is none: a short list is in it, as a
-    GPU whose name is near is another one."""
+    """The preset of this name; case does not matter. Raises InputError if there is none; names of GPUs are all near."""
     by_lower_case = {each.lower(): each for each in presets}
     if name.lower() not in by_lower_case:
-        few = len(presets) <= FEW
-        near = f": {', '.join(presets)}" if few else did_you_mean(name.lower(), by_lower_case, "; ")
+        near = f": {', '.join(presets)}" if kind == "gpu" else did_you_mean(name.lower(), by_lower_case, "; ")
         raise InputError(f"{kind} = {name}: neither a file nor a preset, which optpipe model --presets lists{near}")
     return presets[by_lower_case[name.lower()]]

@@ -88,7 +88,8 @@ def test_every_row_is_predicted_or_named(bench, tmp_path: Path):
             "megatron-bridge.csv",
             "5",
         ): "model = Minerva_9: neither a file nor a preset, which optpipe model --presets lists",
-        ("megatron-bridge.csv", "6"): "gpu = X1: neither a file nor a preset, which optpipe model --presets lists",
+        ("megatron-bridge.csv", "6"): "gpu = X1: neither a file nor a preset, which optpipe model --presets lists: "
+        + ", ".join(GPUS),
         ("megatron-bridge.csv", "7"): "gpus = 64, batch = 251: no multiples of tp · pp · cp = 32, size = 1",
         (
             "megatron-bridge.csv",

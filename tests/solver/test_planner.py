@@ -306,3 +306,18 @@ def test_plans_are_equal_within_what_is_not_known(found: Plan) -> None:
     assert known.longer == pytest.approx(vague.longer)
     assert not known.is_open
     assert difference(best, other)._replace(spread=2 * abs(vague.longer)).is_open
+
+
+@pytest.mark.parametrize(("tie", "division"), [(0.01, (2, 4, 1, 1, 2)), (0.1, (2, 4, 2, 1, 1))])
+def test_less_context_parallelism_wins_where_it_takes_hardly_longer(
+    monkeypatch: pytest.MonkeyPatch, tie: float, division: tuple[int, ...]
+) -> None:
+    """Replicas take 6.5 % longer here, which is a tie only in the second case."""
+    monkeypatch.setattr(search, "TIE", tie)
+    plan = planned(question(2 * RESERVED, gpus=16, batch=4, stack="megatron"))
+    assert (plan.best.division, plan.shortest.division) == (division, (2, 4, 1, 1, 2))
+    near = [c for c in plan.ranked if c.method and c.iteration_ms < plan.shortest.iteration_ms * (1 + tie)]
+    assert plan.best.estimate.parallelism.cp == min(c.estimate.parallelism.cp for c in near)
+    assert plan.best.schedule
+    assert plan.best.schedule.method == plan.best.method
+    assert plan.counts.left_open == 0

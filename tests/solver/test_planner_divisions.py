@@ -14,8 +14,9 @@ from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Precision, Run, StateSpace
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import BY_DEFAULT, Today, running
+from optpipe_solver.planner.candidates import BY_DEFAULT
 from optpipe_solver.planner.search import published
+from optpipe_solver.planner.today import Today, running
 from optpipe_solver.systems import generate
 
 pytestmark = pytest.mark.usefixtures("few_choices")

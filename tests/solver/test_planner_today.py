@@ -3,14 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from support.problems.planning import RESERVED, planned, question
+from support.problems.planning import RESERVED, every, planned, question
 
 from optpipe import InputError
 from optpipe.model.ops import Kind
+from optpipe.options import SearchOptions
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Run
 from optpipe_solver.planner import settings
-from optpipe_solver.planner.candidates import Today, running
+from optpipe_solver.planner.candidates import BY_DEFAULT
+from optpipe_solver.planner.search import PlanSearch
+from optpipe_solver.planner.today import Today, running
+from optpipe_solver.systems import generate
 
 pytestmark = pytest.mark.usefixtures("few_choices")
 
@@ -138,3 +142,111 @@ def test_the_division_of_a_run_that_is_out_of_memory_is_tried_though_others_are_
     assert same.schedule
     assert same.estimate.run.recompute == "full"
     assert not [c for c in planned(asked).ranked if c.division == division and c.schedule]
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("TP 2 PP 2 VP n/a MBS 2 GBS 8", "tp 2, pp 2, sequences 2, gbs 8"),
+        ("--tp 2 --pp 2 --vp 3", "tp 2, pp 2, chunks 3"),
+        ("tp2, pp=2, mbs: 2", "tp 2, pp 2, sequences 2"),
+        (
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size=2 --micro-batch-size 2",
+            "tp 2, pp 2, sequences 2",
+        ),
+        (
+            "model.tensor_model_parallel_size=2 model.virtual_pipeline_model_parallel_size=3 "
+            "model.pipeline_model_parallel_size=2 model.pipeline_model_parallel_layout=null train.micro_batch_size=1",
+            "tp 2, pp 2, chunks 3, sequences 1",
+        ),
+        ("pp 4 --recompute-granularity full", "pp 4, recompute full"),
+        (
+            "pp 4, model.recompute_granularity=selective model.recompute_modules=[layernorm,moe_act]",
+            "pp 4, recompute cheap",
+        ),
+        ("pp 4, --recompute-granularity selective --recompute-modules core_attn", "pp 4, recompute selective"),
+        ("pp 4, model.recompute_granularity=null", "pp 4, recompute none"),
+    ],
+)
+def test_today_has_the_names_that_people_paste(text: str, has: str) -> None:
+    read, expected = Today.read(text), Today.read(has)
+    assert (read.degrees, read.recompute, read.written) == (expected.degrees, expected.recompute, {})
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+def test_what_a_plan_writes_is_what_today_reads(bridge: bool) -> None:
+    """Every division of a mixture of experts, as flags of Megatron-LM and as options of Megatron-Bridge."""
+    run = Run(microbatches=1, precision="mxfp8", gradient_bytes=2, **BY_DEFAULT["megatron"])
+    small = MODELS["mixtral-8x7b"].model_copy(update={"layers": 7, "sequence": 1024})
+    asked = question(model=small, gpu=GPUS["GB200"], gpus=8, batch=16, stack="megatron", run=run)
+    tried = 0
+    for candidate in every(asked)[::17]:
+        division, levels = candidate.estimate.parallelism, candidate.estimate.run.recompute
+        method = "interleaved" if division.chunks > 1 else "1f1b"
+        if division.chunks > 1 and candidate.estimate.run.microbatches % division.pp:
+            continue
+        made = replace(candidate, schedule=generate(method, candidate.problem))
+        found = running(Today.read(" ".join((settings.bridge if bridge else settings.megatron)(made))), asked)
+        assert found.candidate.estimate.cuts == made.estimate.cuts
+        assert found.candidate.division == made.division
+        assert found.candidate.estimate.run == made.estimate.run, levels
+        assert found.candidate.estimate.parallelism.zero == division.zero
+        tried += 1
+    assert tried > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pp 2 --frobnicate 3", "frobnicate 3 is not counted: no plan writes it"),
+        ("pp 2 --fp8-format hybrid", "fp8-format hybrid is not counted: no plan writes it"),
+        (
+            "pp 2, mixed_precision=bf16_with_mxfp8_mixed",
+            "mixed-precision bf16_with_mxfp8_mixed is not counted: mixed-precision is bf16_mixed",
+        ),
+        ("pp 2, gbs 16", "batch 16, but --batch is 8"),
+        ("pp 2 --seq-length 4096", "sequence 4096, but --sequence is 2048"),
+        ("pp 2, --pp 4", "pp = 4: pp is 2 already"),
+        ("pp 2 --recompute-granularity selective --recompute-modules mlp", "recompute-modules mlp is not counted"),
+        ("pp 2, dualpipe", "dualpipe holds all parameters twice, which no plan counts"),
+    ],
+)
+def test_what_today_does_not_count_is_refused_by_name(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        running(Today.read(text), question(9 * RESERVED, stack="megatron"))
+
+
+def test_it_says_with_which_assumptions_it_would_fit() -> None:
+    """NVIDIA's recipes have gradients of 16 bits, and an optimizer of 8 bytes a parameter where theirs are, too."""
+    alone = running(Today.read("pp 2, dp 2"), question(2**45)).used_bytes
+    halved = {"gradient_bytes": 2, "optimizer_bytes": 8}
+    for fields, words in (
+        ({"gradient_bytes": 2}, "--gradient-bytes 2 ("),
+        (halved, "--gradient-bytes 2 --optimizer-bytes 8 ("),
+    ):
+        needs = running(Today.read("pp 2, dp 2"), question(2**45, run=Run(microbatches=1, **fields))).used_bytes
+        found = running(Today.read("pp 2, dp 2"), question(needs))
+        assert needs < alone == found.used_bytes
+        assert found.fitting[0].startswith(words)
+    needs = running(Today.read("pp 2, dp 2, recompute full"), question(2**45)).used_bytes
+    assert running(Today.read("pp 2, dp 2"), question(needs)).fitting[1:] == (f"recompute full ({needs / 1e9:.1f} GB)",)
+    assert not running(Today.read("pp 2, dp 2"), question(alone)).fitting
+    assert not running(Today.read("pp 2, dp 2"), question(RESERVED + 2**20)).fitting
+
+
+def test_the_layers_of_today_are_not_called_balanced() -> None:
+    asked = question(9 * RESERVED, stack="megatron")
+    own = running(Today.read("pp 2, layout Ettttt|tL"), asked).candidate
+    even = running(Today.read("pp 2, layout Ettt|tttL"), asked).candidate
+    assert str(own) == "tp 1, pp 2, dp 2, 4 × 1 sequence, uneven layers"
+    assert str(even) == "tp 1, pp 2, dp 2, 4 × 1 sequence"
+
+
+def test_time_that_is_up_before_anything_fits_is_said_with_what_today_needs() -> None:
+    options = SearchOptions(time_limit_s=10_000.0)
+    search = PlanSearch(question(), lambda problem, start, seconds: None, options, 1, Today.read("pp 2, 1f1b"))
+    search.cancel()
+    with pytest.raises(
+        InputError, match=r"a longer time would be right; today needs [\d.]+ of 7.5 GB, and is not compared"
+    ):
+        search.run()

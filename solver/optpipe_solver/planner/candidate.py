@@ -258,7 +258,7 @@ class Candidate:
         words += [f"{parallelism.chunks} chunks {NAMES[parallelism.shape]}"] if parallelism.chunks > 1 else []
         words += [f"{run.microbatches} × {run.microbatch_size} sequence{'s' * (run.microbatch_size > 1)}"]
         words += [f"recompute {run.recompute}"] if run.recompute != "none" else []
-        words += ["layers balanced by time"] if parallelism.layers else []
+        words += ["uneven layers"] if len({*(parallelism.layers or ())}) > 1 else []
         return ", ".join(words)
 
 

@@ -1,14 +1,10 @@
-"""What a plan chooses from: divisions of the model over GPUs, micro-batches, recomputation, layers of stages.
-
-`Today` is what runs today, such as `tp 8, pp 4, 1f1b`: where a plan starts, and what it is compared with.
-"""
+"""What a plan chooses from: divisions of the model over GPUs, micro-batches, recomputation, layers of stages."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations
 from math import gcd
 from statistics import mean
@@ -17,13 +13,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from optpipe.errors import InputError
-from optpipe.formats import megatron
 from optpipe.formats.stacks import STACKS
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Shape, even_cuts
 from optpipe.model.problem import MAX_MICROBATCHES
 from optpipe.model.records import Document
-from optpipe.schedule import Schedule
 from optpipe.transformer.estimate import Estimate, estimate, even_layers
 from optpipe.transformer.gpu import Gpu
 from optpipe.transformer.records import Parallelism, Recompute, Run, Transformer
@@ -31,13 +25,10 @@ from optpipe.transformer.work import LEVELS
 from optpipe_solver import tuning
 from optpipe_solver.planner import settings
 from optpipe_solver.planner.candidate import ROOMY, Candidate
-from optpipe_solver.systems import SYSTEMS, generate
 
 Stack = Literal["optpipe", "torch", "megatron"]
 # What a stack does unless another is chosen: Megatron-LM as its configurations for speed have it.
 BY_DEFAULT: dict[str, dict[str, Any]] = {"megatron": {"fused_gradients": True, "overlap": "all", "dispatch": "once"}}
-DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "zero", "chunks", "sequences")  # sequences of one micro-batch
-_PART = re.compile(rf"({'|'.join(DEGREES)})[ =]*([0-9]{{1,6}})")
 
 
 class Question(Document):
@@ -243,7 +234,7 @@ def _divisions(question: Question) -> Iterator[Parallelism]:
                     continue
                 if pp <= model.layers and question.batch % dp == 0 and max(pp, dp) <= tuning.MOST_DEGREE:
                     for ep, etp in _expert_divisions(question, tp, dp * cp):
-                        for zero in _zeros(question, pp, dp * cp):
+                        for zero in zeros(question, pp, dp * cp):
                             yield Parallelism(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp, cp=cp, zero=zero)
 
 
@@ -257,7 +248,7 @@ def _expert_divisions(question: Question, tp: int, replicas: int) -> Iterator[tu
             yield ep, 1
 
 
-def _zeros(question: Question, pp: int, replicas: int) -> tuple[int, ...]:
+def zeros(question: Question, pp: int, replicas: int) -> tuple[int, ...]:
     """The stages of ZeRO that the stack has: our runtime 2; the others without a pipeline FSDP, which is 3."""
     if replicas == 1:
         return (0,)
@@ -287,133 +278,3 @@ def _recomputations(question: Question) -> tuple[Recompute, ...]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-@dataclass(frozen=True)
-class Today:
-    """What runs today: degrees that are named, and the published schedule. What is not named is the stack's default.
-
-    `written` has the `layout` or the `pattern` by which Megatron divides the layers, if it is named.
-    """
-
-    text: str
-    degrees: Mapping[str, int]
-    written: Mapping[str, str]
-    method: str | None = None  # else 1F1B, of several stages a device interleaved
-    recompute: Recompute | None = None
-
-    @classmethod
-    def read(cls, text: str) -> Today:
-        """Read parts with commas between, or arguments of Megatron. Raises InputError for what is none of them."""
-        degrees: dict[str, int] = {}
-        method = recompute = None
-        arguments, rest = megatron.take_arguments(text)
-        written: dict[str, str] = {name: arguments.pop(name) for name in ("layout", "pattern") if name in arguments}
-        parts = [part.strip().lower() for part in rest.split(",")]
-        for part in (*map(" ".join, arguments.items()), *(part for part in parts if part or not arguments | written)):
-            if found := _PART.fullmatch(part):
-                degrees[found[1]] = int(found[2])
-            elif part in SYSTEMS:
-                method = part
-            elif part.startswith("recompute ") and part.split()[-1] in LEVELS:
-                recompute = next(level for level in LEVELS if part.endswith(f" {level}"))
-            else:
-                raise InputError(
-                    f"today = {text!r}: {part!r} is neither a number of {', '.join(DEGREES)} such as pp 4, nor a "
-                    f"published schedule such as 1f1b, nor recompute {', '.join(LEVELS)}"
-                )
-        return cls(text, degrees, written, method, recompute)
-
-    def _division(self, question: Question, pp: int) -> dict[str, Any]:
-        """The fields of a `Parallelism` by a layout or a pattern. Raises InputError if it is that of another model."""
-        layers, modules = megatron.read_stages(self.written, pp, settings.hybrid_letters(question.model))
-        if (mtp := sum(modules)) != question.run.mtp:
-            raise InputError(f"today = {self.text!r}: has {mtp} multi-token prediction modules, so --mtp {mtp}")
-        stage = modules.index(mtp) if mtp else None
-        return {"layers": layers, "mtp_stage": stage, "chunks": len(layers) // pp}
-
-    def estimates(self, question: Question) -> Iterator[Estimate]:
-        """Yield the estimates of the stages that the schedule may be for. Raises InputError if there is no such
-        division of the question's GPUs, batch and model."""
-        named = dict(self.degrees)
-        size, chunks = named.pop("sequences", 1), named.pop("chunks", None)
-        degrees = {"tp": 1, "pp": 1, "cp": 1, "ep": 1} | named
-        if question.limit and degrees["pp"] > 1:
-            raise InputError(f"today = {self.text!r}: {question.limit}")
-        one = degrees["tp"] * degrees["pp"] * degrees["cp"]
-        dp = degrees.setdefault("dp", question.gpus // max(1, one))
-        replicas = dp * degrees["cp"]
-        if one * dp != question.gpus:
-            words = " · ".join(f"{name} {degrees[name]}" for name in ("tp", "pp", "cp", "dp"))
-            raise InputError(f"today = {self.text!r}: {words} are {one * dp} GPUs, there are {question.gpus}")
-        if not size or question.batch % (dp * size):
-            raise InputError(
-                f"today = {self.text!r}: {dp} replicas of micro-batches of {size} sequences must divide the batch of "
-                f"{question.batch}"
-            )
-        if degrees["ep"] > 1 and (question.stack == "torch" or replicas % degrees["ep"]):
-            degrees.setdefault("etp", 1)
-        degrees.setdefault("zero", _zeros(question, degrees["pp"], replicas)[-1 if question.stack == "torch" else 0])
-        run = question.run_of(question.batch // dp // size, size, self.recompute or LEVELS[0])
-        written = self._division(question, degrees["pp"]) if self.written else {}
-        if written and chunks not in (None, written["chunks"]):
-            raise InputError(f"today = {self.text!r}: has {written['chunks']} stages a rank, not chunks {chunks}")
-        for count in (chunks,) if chunks is not None else (written.get("chunks", 1),) if written else (1, 2):
-            shapes: tuple[Shape, ...] = ("looped", "v")
-            for shape in shapes if count != 1 and not written else shapes[:1]:
-                fields = degrees | {"chunks": count, "shape": shape} | written
-                division = Parallelism.from_dict(fields, f"today = {self.text!r}")
-                yield estimate(question.model, division, question.usable, run)
-
-
-@dataclass(frozen=True)
-class Running:
-    """What runs today by the cost model, whether it fits or not.
-
-    Attributes
-    ----------
-    schedule
-        On GPUs of any memory.
-    used_bytes
-        What its fullest GPU needs.
-    has_bytes
-        The GPU's memory.
-    assumed
-        What was not named, such as `cp 1`, so that it is what the stack does by default; dp follows from the GPUs.
-    """
-
-    candidate: Candidate
-    schedule: Schedule
-    used_bytes: int
-    has_bytes: int
-    assumed: tuple[str, ...]
-
-    @property
-    def iteration_ms(self) -> float:
-        return self.candidate.with_step_end(self.schedule.makespan_ms)
-
-    @property
-    def fits(self) -> bool:
-        return self.used_bytes <= self.has_bytes
-
-
-def running(today: Today, question: Question) -> Running:
-    """What today means. Raises InputError if nothing can be divided so, or its schedule is for other stages."""
-    estimated = method = None
-    for estimated in today.estimates(question):
-        method = today.method or ("interleaved" if estimated.parallelism.chunks > 1 else "1f1b")
-        ample = question.candidate(estimated.with_memory(ROOMY))
-        with suppress(InputError):  # not a schedule of these stages
-            if SYSTEMS[method].placement(ample.problem, "keep") is None:
-                schedule = ample.as_run(generate(method, ample.problem))
-                needs = max(ample.used_bytes(schedule))
-                has = estimated.parallelism.model_dump() | {"sequences": estimated.run.microbatch_size}
-                without = {"dp", *["ep"] * (not question.model.experts)}
-                without |= {"chunks"} if has["pp"] == 1 or today.written else set()
-                names = [name for name in DEGREES if name not in {*today.degrees, *without} and has[name] is not None]
-                assumed = tuple(f"{name} {has[name]}" for name in names)
-                assumed += (f"recompute {LEVELS[0]}",) * (today.recompute is None) + (method,) * (today.method is None)
-                candidate = question.candidate(estimated)
-                return Running(candidate, schedule, needs, question.gpu.memory_bytes, assumed)
-    assert estimated
-    raise InputError(f"today = {today.text!r}: {method} is not a schedule of {Candidate(estimated)}; name one")

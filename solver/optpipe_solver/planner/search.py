@@ -30,11 +30,13 @@ from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.clock import Clock
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.candidate import Candidate
-from optpipe_solver.planner.candidates import Question, Running, Stack, Today, branches, candidates, running, shifted
+from optpipe_solver.planner.candidates import Question, Stack, branches, candidates, shifted
 from optpipe_solver.planner.offload import offloads
+from optpipe_solver.planner.today import Running, Today, running
 from optpipe_solver.systems import SYSTEMS, generate
 
 GB = 1e9
+TIE = 0.01  # so much longer is no reason for more context parallelism: no prediction is so sure
 Progress = Literal["bounds", "published schedules", "list scheduling", "searches"]
 # Searches a candidate's schedule, from another one, for so many seconds. Returns None, or raises OptPipeError, if
 # nothing came of it.
@@ -58,7 +60,8 @@ class Plan:
     Attributes
     ----------
     ranked
-        All candidates, the shortest iteration first, then the lowest bounds.
+        All candidates: the one to run, which is the shortest but for less context parallelism within `TIE`; then the
+        shortest iteration first, then the lowest bounds.
     searched
         How many of them were searched.
     gap
@@ -83,11 +86,15 @@ class Plan:
         return self.ranked[0]
 
     @property
+    def shortest(self) -> Candidate:
+        return min(self.ranked, key=lambda candidate: candidate.iteration_ms)
+
+    @property
     def counts(self) -> Counts:
         """How many candidates came to what; each is counted once."""
         bounds = [c.bound_ms for c in self.ranked if c.method is None]
         too_large = sum(ms >= NO_SCHEDULE_MS for ms in bounds)
-        left_open = sum(shorter(ms, self.best.iteration_ms * (1 - self.gap)) for ms in bounds)
+        left_open = sum(shorter(ms, self.shortest.iteration_ms * (1 - self.gap)) for ms in bounds)
         ruled_out = len(bounds) - too_large - left_open
         return Counts(too_large, ruled_out, left_open, len(self.ranked) - len(bounds))
 
@@ -168,8 +175,12 @@ class PlanSearch:
             self._list()
             self._search()
         if self.best is None:
-            raise InputError(_why_none(self.question, self.candidates, self.options.time_limit_s))
-        ranked = sorted(self.candidates, key=lambda c: (c.method is None, c.least_ms))
+            why = _why_none(self.question, self.candidates, self.options.time_limit_s)
+            if runs:
+                why += f"; today needs {runs.used_bytes / GB:.1f} of {runs.has_bytes / GB:.1f} GB, and is not compared"
+            raise InputError(why)
+        self.best = self._simplest(self.best)
+        ranked = sorted(self.candidates, key=lambda c: (c is not self.best, c.method is None, c.least_ms))
         own_ms = self._own_ms(self.best)
         passed_s, notes = self._clock.passed_s, tuple(self.notes)
         return Plan(self.question, tuple(ranked), self.solved, self.options.gap, passed_s, notes, runs, own_ms)
@@ -186,6 +197,17 @@ class PlanSearch:
             result = self._solve(problem, start, seconds) if seconds >= tuning.ENGINE_LEAST_S else None
         found = [each for each in (start, result and result.schedule) if each and not each.compiled.complaints]
         return min((best.with_step_end(each.makespan_ms) for each in found), default=None)
+
+    def _simplest(self, best: Candidate) -> Candidate:
+        """The candidate of least context parallelism, then the shortest, of those that hardly differ from the best."""
+        limit = best.iteration_ms * (1 + TIE)
+        near = [c for c in self.candidates if c.method and (c is best or shorter(c.iteration_ms, limit))]
+        simplest = min(near, key=lambda c: (c.estimate.parallelism.cp, c.iteration_ms))
+        method = simplest.method
+        if method and (simplest.schedule is None or simplest.schedule.method != method):  # only its formula was needed
+            del simplest.lengths[method]
+            self._take(simplest, generate(method, simplest.problem))
+        return simplest
 
     def _with_today(self, runs: Running) -> Running:
         """Begin with what runs today: it is one of the candidates."""
@@ -215,9 +237,12 @@ class PlanSearch:
         self._clock.stop()
 
     def may_win(self, candidate: Candidate) -> bool:
-        """Whether its bound allows it to be shorter than the best by more than the gap."""
-        limit = NO_SCHEDULE_MS if self.best is None else self.best.iteration_ms * (1 - self.options.gap)
-        return shorter(candidate.bound_ms, limit)
+        """Whether its bound allows it to be shorter than the best by more than the gap; with less context parallelism
+        hardly longer is enough."""
+        if self.best is None:
+            return shorter(candidate.bound_ms, NO_SCHEDULE_MS)
+        is_simpler = candidate.estimate.parallelism.cp < self.best.estimate.parallelism.cp
+        return shorter(candidate.bound_ms, self.best.iteration_ms * (1 + (TIE if is_simpler else -self.options.gap)))
 
     def _publish(self) -> None:
         """Give candidates the published schedules, the lowest bound first; a bound becomes tighter before that.
@@ -238,8 +263,8 @@ class PlanSearch:
         while waiting and not (clock.over if self.best else self._clock.over):
             _, n, is_examined = heapq.heappop(waiting)
             candidate = self.candidates[n]
-            if not self.may_win(candidate):  # nor any that waits: their bounds are no lower
-                return
+            if not self.may_win(candidate):
+                continue
             if is_examined:
                 self._try_published(candidate, clock)
                 continue

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 
@@ -71,7 +71,7 @@ BRIDGE = {
     "--microbatch-group-size-per-virtual-pipeline-stage": "model.microbatch_group_size_per_vp_stage",
 }
 OPPOSITE = {"--grad-reduce-in-bf16", "--untie-embeddings-and-output-weights"}  # of what Bridge's option says
-LISTS = ("--offload-modules",)
+LISTS = ("--offload-modules", "--recompute-modules")
 # What a recipe may have, and a plan has not unless it is written.
 RECIPE = {
     "model.context_parallel_size": "1",
@@ -212,8 +212,9 @@ def _megatron(candidate: Candidate) -> list[str]:
     flags += ["--attention-backend unfused"] if run.attention == "unfused" else []
     if run.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    elif run.recompute == "selective":
-        flags.append("--recompute-granularity selective")
+    elif run.recompute != "none":
+        modules = f" --recompute-modules layernorm{' moe_act' * (estimate.shape.experts > 0)}"
+        flags.append(f"--recompute-granularity selective{modules * (run.recompute == 'cheap')}")
     flags += [PRECISIONS[run.precision][0]] if run.precision != "fp32" else []
     return flags
 
@@ -223,17 +224,26 @@ def bridge(candidate: Candidate) -> list[str]:
     run, chunks = candidate.estimate.run, candidate.estimate.parallelism.chunks
     words = shlex.split(" ".join(_megatron(candidate)).removesuffix(PRECISIONS[run.precision][0]))
     lines = [f"mixed_precision={PRECISIONS[run.precision][1]}"] if run.precision != "fp32" else []
-    for place, name in enumerate(words):
-        if name.startswith("--"):
-            option = BRIDGE.get(name, f"model.{name[2:].replace('-', '_')}")
-            values = [*takewhile(lambda word: not word.startswith("--"), words[place + 1 :])]
-            given = quote(f"[{','.join(values)}]" if name in LISTS else values[0]) if values else "true"
-            lines.append(f"{option}={'false' if name in OPPOSITE else given}")
+    for name, value in options_of(words).items():
+        option = BRIDGE.get(f"--{name}", f"model.{name.replace('-', '_')}")
+        given = quote(f"[{value.replace(' ', ',')}]" if f"--{name}" in LISTS else value)
+        lines.append(f"{option}={'false' if f'--{name}' in OPPOSITE else given}")
     lines += [f"{BRIDGE['--num-virtual-stages-per-pipeline-rank']}={chunks}"] * (chunks > 1)
     lines += [f"dataset.seq_length={candidate.estimate.sequence}", *[f"peft.dim={run.lora}"] * (run.lora > 0)]
     written = {line.partition("=")[0] for line in lines}
     reset = RECIPE | (RECIPE_OF_EXPERTS if candidate.estimate.shape.experts else {})
     return [*lines, *(f"{option}={value}" for option, value in reset.items() if option not in written)]
+
+
+def options_of(words: Iterable[str]) -> dict[str, str]:
+    """The words behind each option, `true` if there are none; names without dashes before and with them for _."""
+    behind, words_behind = dict[str, list[str]](), list[str]()
+    for word in words:
+        if word.startswith("--"):
+            words_behind = behind[word[2:].replace("_", "-")] = []
+        else:
+            words_behind.append(word)
+    return {name: " ".join(values) or "true" for name, values in behind.items()}
 
 
 def hybrid_letters(shape: Transformer) -> list[str]:
