@@ -241,6 +241,23 @@ def read_stages(found: Mapping[str, str], ranks: int, letters: Sequence[str] = (
     return layers, modules
 
 
+def uneven_layers(layers: int, ranks: int, chunks: int, ends: Mapping[str, int]) -> list[int]:
+    """The layers of each stage with so many on the `first` and `last` rank, or where an embedding or a loss (1 each)
+    counts as a layer (`get_num_layers_to_build`). Raises InputError if Megatron has no such division."""
+    of_rank = {rank: ends[name] for name, rank in (("first", 0), ("last", ranks - 1)) if name in ends}
+    beside = {name: ends[name] for name in ("embedding", "loss") if ends.get(name)}
+    rest, others = layers + sum(beside.values()) - sum(of_rank.values()), ranks - len(of_rank)
+    each = rest // others if others else 0
+    counts = [of_rank.get(rank, each) for rank in range(ranks)]
+    wrong = ranks < 2 or (of_rank and beside) or each < 0 or each * others != rest or any(n % chunks for n in counts)
+    stages = [n // chunks for n in counts * chunks]
+    stages[0], stages[-1] = stages[0] - beside.get("embedding", 0), stages[-1] - beside.get("loss", 0)
+    if wrong or min(stages) < 0:
+        said = ", ".join(f"{name} {number}" for name, number in ends.items())
+        raise InputError(f"{said}: Megatron does not divide {layers} layers so over {ranks} ranks of {chunks} stages")
+    return stages
+
+
 def read_layout(text: str) -> list[str]:
     """The letters of each stage of a `--pipeline-model-parallel-layout`, such as `Et*2|(tt|)*3mL`, as Megatron-core
     repeats them: first what is in parentheses, then single letters; commas say nothing.

@@ -70,6 +70,40 @@ def test_layouts_are_read_as_megatron_reads_them(text: str, ranks: int) -> None:
         assert by_rank == [layers[rank::ranks] for rank in range(ranks)]
 
 
+ENDS = st.one_of(
+    st.dictionaries(st.sampled_from(("first", "last")), st.integers(0, 6), min_size=1),
+    st.dictionaries(st.sampled_from(("embedding", "loss")), st.just(1), min_size=1),
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(deadline=None, max_examples=examples(300))
+@given(layers=st.integers(1, 24), ranks=st.integers(2, 5), chunks=st.integers(1, 3), ends=ENDS)
+def test_uneven_stages_are_those_of_megatron(layers: int, ranks: int, chunks: int, ends: dict[str, int]) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    config = SimpleNamespace(
+        num_layers=layers,
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_model_parallel_layout=None,
+        **{f"num_layers_in_{end}_pipeline_stage": ends.get(end) for end in ("first", "last")},
+        **{f"account_for_{end}_in_pipeline_split": end in ends for end in ("embedding", "loss")},
+    )
+    theirs = []
+    with suppress(AssertionError):
+        theirs = [
+            get_num_layers_to_build(config, chunk if chunks > 1 else None, rank)
+            for chunk in range(chunks)
+            for rank in range(ranks)
+        ]
+    if sum(theirs) == layers and min(theirs) >= 0:
+        assert form.uneven_layers(layers, ranks, chunks, ends) == theirs
+    else:
+        with pytest.raises(InputError, match=f"Megatron does not divide {layers} layers so"):
+            form.uneven_layers(layers, ranks, chunks, ends)
+
+
 def test_every_published_schedule_has_the_losses_and_gradients_of_megatrons_own(ranks: Ranks) -> None:
     found = runnable(published(ranks.world, (MICROBATCHES,)))
     assert {"1f1b", "zb-h1", "interleaved", "zb-v", "adaoffload", "1f1b-recompute"} <= {case.name for case in found}

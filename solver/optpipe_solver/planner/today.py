@@ -27,6 +27,9 @@ NAMES = {name: name for name in (*DEGREES, "recompute")} | {"vp": "chunks", "mbs
 NAMES |= {name: short for name, short in megatron.NAMES.items() if short != "group"}
 NAMES |= {name[2:]: short for short, name in settings.MEGATRON.items()} | {"micro-batch-size": "sequences"}
 NAMES |= {"expert-tensor-parallel-size": "etp", "recompute-granularity": "recompute"}
+NAMES |= {f"decoder-{end}-pipeline-num-layers": end for end in ("first", "last")}
+NAMES |= {f"num-layers-in-{end}-pipeline-stage": end for end in ("first", "last")}
+SPLIT = {f"account-for-{end}-in-pipeline-split": end for end in ("embedding", "loss")}
 UNSET = ("null", "none", "n/a")
 MODULES: dict[str, Recompute] = {"core_attn": "selective", "layernorm": "cheap", "moe_act": "cheap"}  # of Megatron
 _OPTION = re.compile(r"(?<![^\s,])-*(?:\w+\.)*(\w[\w-]*)\s*[=:]\s*")  # before its value
@@ -83,6 +86,7 @@ class Today:
         if modules and recompute != "full":
             recompute = max((MODULES[module] for module in modules), key=LEVELS.index)
         degrees = {name: int(word) for name, word in named.items()}
+        degrees |= {end: 1 for name, end in SPLIT.items() if others.pop(name, "").lower() == "true"}
         if others.get("use-megatron-fsdp") == "true":
             degrees.setdefault("zero", 3)
         if others.get("overlap-moe-expert-parallel-comm") == "true":
@@ -116,6 +120,7 @@ class Today:
             if (own := named.pop(name, size)) != size:
                 raise InputError(f"today = {self.text!r}: {name} {own}, but --{name} is {size}")
         size, chunks = named.pop("sequences", 1), named.pop("chunks", None)
+        ends = {end: named.pop(end) for end in ("first", "last", *SPLIT.values()) if end in named}
         degrees = {"tp": 1, "pp": 1, "cp": 1, "ep": 1} | named
         if question.limit and degrees["pp"] > 1:
             raise InputError(f"today = {self.text!r}: {question.limit}")
@@ -135,9 +140,15 @@ class Today:
         degrees.setdefault("zero", zeros(question, degrees["pp"], replicas)[-1 if question.stack == "torch" else 0])
         run = question.run_of(question.batch // dp // size, size, self.recompute or LEVELS[0])
         written = self._division(question, degrees["pp"]) if self.written else {}
+        if written and ends:
+            raise InputError(
+                f"today = {self.text!r}: a layout or pattern says which layers a stage has, also {next(iter(ends))}"
+            )
         if written and chunks not in (None, written["chunks"]):
             raise InputError(f"today = {self.text!r}: has {written['chunks']} stages a rank, not chunks {chunks}")
-        for count in (chunks,) if chunks is not None else (written.get("chunks", 1),) if written else (1, 2):
+        for count in (chunks,) if chunks is not None else (written.get("chunks", 1),) if written or ends else (1, 2):
+            if ends:
+                written = {"layers": megatron.uneven_layers(question.model.layers, degrees["pp"], count, ends)}
             shapes: tuple[Shape, ...] = ("looped", "v")
             for shape in shapes if count != 1 and not written else shapes[:1]:
                 fields = degrees | {"chunks": count, "shape": shape} | written
