@@ -112,6 +112,9 @@ def export(
         raise InputError(f"gather_ms = {gather_ms:g}: only torch-comms and torch-comms-waits gather, in at least 0 ms")
     if mtp and (to != "megatron" or not (mtp > 0 and schedule.problem.layers)):
         raise InputError(f"mtp = {mtp}: expected a count, for megatron and a problem with layers")
+    for name, size in (("message_bytes", message_bytes), ("gathered_bytes", gathered_bytes)):
+        if size is not None and not to.startswith("torch"):
+            raise InputError(f"{name} = {size}: only what is for PyTorch counts them")
     how = {"gather_ms": gather_ms} if gather_ms is not None else {"mtp": mtp} if mtp else {}
     written, as_run, notes = WRITERS[to](exported, **how), exported, tuple[str, ...]()
     if to == "primus":

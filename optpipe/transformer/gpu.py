@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from optpipe.model.records import Bytes, Document, Items, Record
-from optpipe.transformer.records import Count, Degree, Precision, Recompute, Text
+from optpipe.transformer.records import Count, Degree, Numbers, Precision, Recompute, Text
 
 Speed = Annotated[float, Field(gt=0, le=1e21)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -40,7 +40,7 @@ PARAMETERS: dict[Parameter, float] = {
 class Extent(Record):
     """The most tokens of a micro-batch and the most experts that iterations had on a GPU, and what was recomputed."""
 
-    tokens: Count
+    tokens: Numbers
     experts: Count
     recompute: Items[Recompute]
 

@@ -279,6 +279,7 @@ def test_what_no_iteration_had_is_named():
         "32 experts on a GPU, 16 at most",
     ]
     assert beyond("A100", 4, "full", ep=4, dp=8) == []
+    assert beyond("H100", 512, "none", ep=8, dp=8) == ["2,097,152 tokens of a micro-batch on a GPU, 8,192 at most"]
 
 
 @pytest.mark.skipif(DATA is None, reason="OPTPIPE_ITERATIONS names no folder of vTrain's tables")

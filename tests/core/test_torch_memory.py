@@ -244,6 +244,12 @@ def test_times_to_gather_are_refused_where_torch_places_gathers() -> None:
             export(schedule, to, gather_ms=ms)
 
 
+@pytest.mark.parametrize("name", ["message_bytes", "gathered_bytes"])
+def test_bytes_that_would_not_count_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name} = 5: only what is for PyTorch counts them"):
+        export(generate("1f1b", units(2, 4)), "json", **{name: 5})
+
+
 def test_an_export_says_which_options_of_torch_it_needs() -> None:
     """Where torch places gathers, those of more than three stages a rank; where rows do, defaults in 2.15."""
     schedule = generate("interleaved", units(2, 4, v=4))
