@@ -227,14 +227,27 @@ def test_in_megatron_layers_move_as_long_as_that_gains() -> None:
     """A head as long as three layers: neither even stages nor those of which the longest is shortest are best, but two
     without any layer."""
     asked = question(model=SMALL.model_copy(update={"vocabulary": 50_000}), stack="megatron")
-    best = planned(asked).best
+    plan = planned(asked)
+    best = plan.best
     assert "--pipeline-model-parallel-layout 'E|ttt|ttt|L'" in settings.megatron(best)
+    assert plan.lower_bound_ms == best.iteration_ms, "Megatron has no other schedule of these stages"
     assert best.iteration_ms < 0.98 * everything(asked)
     others = [*shifted(asked, best)]
     assert {other.estimate.parallelism.layers for other in others} >= {(1, 2, 3, 0), (0, 3, 2, 1), (0, 4, 2, 0)}
     for other in others:
         schedule = generate("interleaved", other.problem)
         assert check(other.problem, schedule) or other.with_step_end(schedule.makespan_ms) >= best.iteration_ms
+
+
+def test_layers_move_from_the_busiest_device_first() -> None:
+    """Of many stages not all pairs can be tried."""
+    asked = question(model=SMALL.model_copy(update={"vocabulary": 50_000, "layers": 8}), gpus=4, stack="megatron")
+    for candidate in every(asked):
+        counts, busy = candidate.estimate.parallelism.layers, candidate.estimate.busy_ms
+        if counts and len(counts) == len(busy) == 4:
+            layers = next(shifted(asked, candidate)).estimate.parallelism.layers
+            moved = [after - before for before, after in zip(counts, layers, strict=True)]
+            assert (busy[moved.index(-1)], busy[moved.index(1)]) == (max(busy), min(busy))
 
 
 def test_torch_has_no_pipeline_for_tied_models() -> None:

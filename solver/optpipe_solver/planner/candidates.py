@@ -169,11 +169,12 @@ def branches(question: Question, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def shifted(question: Question, candidate: Candidate) -> Iterator[Candidate]:
-    """Yield what differs from a candidate in one layer that another stage has; a stage may be left without any."""
+    """Yield what differs from a candidate in one layer that another stage has; a stage may be left without any. First
+    the busiest device has a layer less, the least busy one more."""
     estimated = candidate.estimate
-    own, run = estimated.parallelism, estimated.run
+    own, run, busy = estimated.parallelism, estimated.run, estimated.busy_ms
     counts = own.layers or even_layers(question.model.layers, own.stages, run.mtp)
-    for a, b in permutations(range(own.stages), 2):
+    for a, b in sorted(permutations(range(own.stages), 2), key=lambda ab: busy[ab[1] % own.pp] - busy[ab[0] % own.pp]):
         layers = tuple(count - (s == a) + (s == b) for s, count in enumerate(counts))
         if layers[a] >= 0:
             with suppress(InputError):  # a stage behind the prediction modules has a layer

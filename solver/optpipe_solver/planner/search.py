@@ -320,18 +320,17 @@ class PlanSearch:
 
     def _shift_layers(self) -> None:
         """Move single layers of the best candidate to other stages, also all of a stage, as long as that gains."""
-        clock = self._counting(1.0, 1.0)
+        clock, first = self._counting(1.0, 1.0), self.best
         while (best := self.best) and best.method in ("1f1b", "interleaved") and best.estimate.parallelism.pp > 1:
             for other in shifted(self.question, best):
-                clock.count(_ops(other) // tuning.PUBLISHED_SPEED)
-                if clock.over:
-                    return
-                self._try_looped(other)
-                if self.best is other:
-                    self.candidates.append(other)
+                clock.count(_ops(other) // tuning.FORMULA_SPEED)
+                if clock.over or (self._try_looped(other) and self.best is other):
                     break
-            else:
-                return
+            if self.best is best:
+                break
+        if self.best and self.best is not first:
+            self.candidates.append(self.best)
+            self._try_published(self.best, clock)
 
     def _list(self) -> None:
         """Try list scheduling, which keeps within memory, on what may still win; the memory's bound rules out more."""
