@@ -197,7 +197,8 @@ def _experts(share: Share) -> Piece:
     hidden, latent = shape.expert_latent or shape.hidden, shape.expert_latent
     matrices, value_bytes, etp = shape.up_matrices + 1, share.run.value_bytes, parallelism.expert_tp
     # Tokens to this GPU's experts; of undivided experts a GPU gets a share of them.
-    sent = share.tokens * shape.experts_per_token * _load(share) * etp / tp
+    load = _load(share)
+    sent = share.tokens * shape.experts_per_token * load * etp / tp
     sent_bytes = value_bytes * sent * hidden
     routed, shared = shape.expert_ffn * sent / etp, shape.shared_ffn * share.tokens / tp  # behind the up matrices
     middle, local, whole_kernel = value_bytes * (routed + shared), shape.experts / ep, share.run.fused_experts
@@ -211,6 +212,8 @@ def _experts(share: Share) -> Piece:
     # Each part of an expert gets what came for the others, and sums what goes back (Megatron-LM's token_dispatcher.py).
     gathered = sent_bytes * (ep * routing.reached(ep) / copies if once else 1.0)
     divided = Collective("tensor", 2 * (etp - 1) / etp * gathered, 2 * (etp - 1))
+    # To a GPU's own tokens the mean comes back, of padded experts also what is empty.
+    back = copies * (load if share.run.moe_pad_expert_input_to_capacity else min(1.0, load))
     return Piece(
         kind="expert",
         weights=shape.hidden * (shape.experts + shape.shared_ffn * matrices / tp + 2 * latent)
@@ -223,7 +226,7 @@ def _experts(share: Share) -> Piece:
             share.operand("experts' input", sent_bytes),
             *_saved_between(share, routed),
             *(_saved_between(share, shared) if shared else []),
-            Saved("experts' output", share.tensor_bytes(copies * hidden) / along * (not share.run.fused_gradients)),
+            Saved("experts' output", share.tensor_bytes(back * hidden) / along * (not share.run.fused_gradients)),
             *([share.operand("latents", share.tensor_bytes(latent) / along)] if latent else []),
         ),
         gradients=shape.up_matrices * middle

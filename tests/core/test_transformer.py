@@ -254,6 +254,9 @@ def test_no_expert_takes_more_tokens_than_its_capacity(seed, ep, factor, pads):
     (most,) = (each.rows * each.copies for each in piece.work.matmuls if each.depth == EXPERTS.expert_ffn)
     assert after == pytest.approx(most / ep) if pads else after <= most / ep * (1 + 1e-9)
     assert most <= load * tokens * copies * (1 + 1e-9) or pads
+    (back,) = (each.bytes for each in piece.saved if each.name == "experts' output")
+    numbers = float(kept.sum() * EXPERTS.hidden)
+    assert back == pytest.approx(2 * numbers) if pads else 2 * numbers <= back * (1 + 1e-9)
 
 
 def test_a_capacity_is_refused_where_there_is_none():
