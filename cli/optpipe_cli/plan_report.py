@@ -19,7 +19,7 @@ from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidate import WHOLE, Candidate, difference
 from optpipe_solver.planner.candidates import Question
 from optpipe_solver.planner.search import Plan, PlanSearch
-from optpipe_solver.planner.settings import bridge, megatron, nemo, torchtitan
+from optpipe_solver.planner.settings import bridge, megatron, nemo, torchtitan, torchtitans
 from optpipe_solver.planner.today import Running
 
 GB, S = 1e9, 1000.0
@@ -284,7 +284,8 @@ def write(plan: Plan, folder: Path) -> None:
 def _settings(plan: Plan) -> dict[str, list[str]]:
     """The settings of each stack."""
     if plan.question.stack == "torch":
-        return {"torchtitan": torchtitan(plan.best, CSV), "NeMo AutoModel": nemo(plan.best, CSV)}
+        titans = {name: torchtitan(plan.best, CSV, tokens) for name, tokens in torchtitans().items()}
+        return titans | {"NeMo AutoModel": nemo(plan.best, CSV)}
     if plan.question.stack == "megatron":
         return {"Megatron-LM": megatron(plan.best), "Megatron-Bridge": bridge(plan.best)}
     return {}

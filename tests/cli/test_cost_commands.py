@@ -173,7 +173,8 @@ def test_it_says_what_to_run_and_writes_it(run: Run, tmp_path: Path, model):
     problem, schedule = Problem.load(folder / "problem.json"), Schedule.load(folder / "schedule.json")
     assert check(problem, schedule) == []
     assert {path.name for path in folder.iterdir()} == {
-        *("problem.json", "schedule.json", "memory.html", "torchtitan.txt", "nemo.txt", "schedule.csv")
+        *("problem.json", "schedule.json", "memory.html", "schedule.csv"),
+        *("torchtitan.txt", "torchtitan-main.txt", "nemo.txt"),
     }
 
 
@@ -221,7 +222,7 @@ def test_lists_of_modules_are_checked(run: Run, tmp_path: Path, model):
     folder = tmp_path / "plan"
     run("plan", *model, "--gap", "1", "--stack", "torch", "--today", "pp 4, recompute full", "-o", str(folder))
     files = str(folder / "problem.json"), str(folder / "schedule.json")
-    for name in ("torchtitan.txt", "nemo.txt"):
+    for name in ("torchtitan.txt", "torchtitan-main.txt", "nemo.txt"):
         text = (folder / name).read_text()
         assert run("check", *files, "--modules", str(folder / name))[0] == 0
         (folder / name).write_text(text.replace("layers.3", "layer.3"))

@@ -183,7 +183,7 @@ def sizes(read: Any) -> tuple[int, int, int]:
 
 
 def read_titan(candidate: Candidate, csv: str) -> Config:
-    read = titan(settings.torchtitan(candidate, csv))
+    read = titan(settings.torchtitan(candidate, csv, *settings.torchtitans().values()))
     parallelism = read.parallelism
     assert parallelism.pipeline_parallel_degree == 2
     assert sizes(read) == (LENGTH, MICROBATCHES * LENGTH, MICROBATCHES)
@@ -253,7 +253,7 @@ def others() -> Iterator[Candidate]:
 def test_torchtitan_reads_all_flags() -> None:
     for candidate in others():
         division, run = candidate.estimate.parallelism, candidate.estimate.run
-        read = titan(settings.torchtitan(candidate, "s.csv"))
+        read = titan(settings.torchtitan(candidate, "s.csv", *settings.torchtitans().values()))
         parallelism = read.parallelism
         assert parallelism.tensor_parallel_degree == division.tp
         assert parallelism.context_parallel_degree == division.cp

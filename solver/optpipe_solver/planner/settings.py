@@ -95,9 +95,9 @@ RECIPE_OF_EXPERTS = {
 }
 
 
-def torchtitan(candidate: Candidate, csv: str, tokens: bool | None = None) -> list[str]:
+def torchtitan(candidate: Candidate, csv: str, tokens: bool = False) -> list[str]:
     """Return its flags, the last ones of a command; `csv` is the file with the schedule's compute actions
-    (docs/stacks.md). `tokens`: those since August 2026, which count tokens; by default if such a one is installed.
+    (docs/stacks.md). `tokens`: those since August 2026, which count tokens.
 
     It divides layers in its own way unless it gets the modules of each stage. What is recomputed is a subcommand,
     after which no other flag is read.
@@ -106,7 +106,6 @@ def torchtitan(candidate: Candidate, csv: str, tokens: bool | None = None) -> li
     parallelism, run = estimate.parallelism, estimate.run
     if run.lora:
         return [f"# no flags: torchtitan has LoRA in configurations in Python only (rank {run.lora})"]
-    tokens = _titan_counts_tokens() if tokens is None else tokens
     flags = _numbers(estimate, TORCHTITAN | (TOKENS if tokens else SEQUENCES))
     flags += [] if tokens else [f"--training.local_batch_size {_local_batch(estimate)}"]
     if parallelism.dp * parallelism.cp > 1:  # FSDP's ranks
@@ -126,11 +125,14 @@ def torchtitan(candidate: Candidate, csv: str, tokens: bool | None = None) -> li
     return [*flags, f"activation-checkpoint:{'full' if run.recompute == 'full' else 'none'}"]
 
 
-def _titan_counts_tokens() -> bool:
-    """Whether torchtitan is installed, and later than 0.3.0; its main branch calls itself 0.2.2."""
+def torchtitans() -> dict[str, bool]:
+    """By name whether flags count tokens: of the installed torchtitan, whose main branch calls itself 0.2.2, or of
+    both if there is none."""
     found = find_spec("torchtitan")
-    folders = (found and found.submodule_search_locations) or ()
-    return any("num_pp_microbatches" in path.read_text() for each in folders for path in Path(each).glob(CONFIGS))
+    configs = [path for each in (found and found.submodule_search_locations) or () for path in Path(each).glob(CONFIGS)]
+    if configs:
+        return {"torchtitan": any("num_pp_microbatches" in path.read_text() for path in configs)}
+    return {"torchtitan 0.3.0": False, "torchtitan-main since August 2026": True}
 
 
 def nemo(candidate: Candidate, csv: str) -> list[str]:
