@@ -48,10 +48,8 @@ def plan(
     attention: Annotated[str, Parameter(help="flash or unfused.")] = RUN.attention,
     mtp: Annotated[int, Parameter(help="Multi-token prediction modules, beside the head.")] = RUN.mtp,
     lora: Annotated[int, Parameter(help="Rank of adapters, which alone are trained; 0: all weights.")] = RUN.lora,
-    gradient_bytes: Annotated[int, Parameter(help="Bytes of a gradient.")] = RUN.gradient_bytes,
-    optimizer_bytes: Annotated[
-        int | None, Parameter(help="Bytes of a parameter's optimizer state.")
-    ] = RUN.optimizer_bytes,
+    gradient_bytes: Annotated[int, Parameter(help="Bytes of a parameter's gradient.")] = RUN.gradient_bytes,
+    optimizer_bytes: Annotated[int | None, Parameter(help="Bytes of its optimizer state.")] = RUN.optimizer_bytes,
     moe_expert_capacity_factor: Annotated[
         float | None, Parameter(help="Tokens that an expert takes at most, over the mean.")
     ] = None,
@@ -60,7 +58,7 @@ def plan(
     overlap: Annotated[str | None, Parameter(help="none, replicas, all or experts. Default: the stack's.")] = None,
     offload: Annotated[bool, Parameter(help="Whether activations may be offloaded to the host.")] = OFFLOAD,
     stack: Annotated[str, Parameter(help="The training stack: optpipe, torch or megatron.")] = STACK,
-    today: Annotated[str | None, Parameter(help="What runs today, such as 'tp 8, pp 4, 1f1b': what is gained?")] = None,
+    today: Annotated[str | None, Parameter(allow_leading_hyphen=True, help="Today's run: 'tp 8, pp 4, 1f1b'.")] = None,
     margin: Annotated[float, Parameter(help="Share of each GPU's memory that stays free.")] = MARGIN,
     host_memory_gb: Annotated[float | None, Parameter(help="Pinned host memory of each GPU.")] = None,
     options: Annotated[Options[PlanOptions], Parameter(group="Search")] = PlanOptions(),

@@ -96,7 +96,8 @@ def _question(plan: Plan) -> Iterator[str]:
 def _today(plan: Plan, today: Running) -> Iterator[str]:
     """What runs today, and what a better schedule on the same division and what the plan gain."""
     more = _more_than(today.has_bytes, today.candidate, today.schedule)
-    verdict = f"fits{more}" if today.fits else "runs out of memory"
+    crowded = today.used_bytes > plan.question.usable.memory_bytes
+    verdict = f"fits{more}{'; less stays free than --margin wants' * crowded}" if today.fits else "runs out of memory"
     yield f"today {today.candidate}, {_layers(today.candidate)}"
     yield f"      not named, so what the stack does by default: {', '.join(today.assumed) or 'nothing'}"
     if today.schedule.method.endswith(WHOLE):
@@ -192,10 +193,10 @@ def _other_divisions(plan: Plan) -> Iterator[str]:
         by = f", {other.method}" if other.method else ""
         yield f"{f'≈ {text}' if each.is_open and other.method else text:>9} s  {other}{by}"
     if differences and plan.other_divisions[0].method and differences[0].is_open:
-        runner_up = differences[0]
+        runner_up, longer = differences[0], expm1(differences[0].longer)
         yield (
-            f"the runner-up is {expm1(runner_up.longer):.1%} longer, ± {runner_up.spread:.1%} (a standard deviation), "
-            f"most of which is {runner_up.largest}: to decide measure "
+            f"the runner-up is {abs(longer):.1%} {'longer' if longer >= 0 else 'shorter'}, ± {runner_up.spread:.1%} "
+            f"(a standard deviation), most of which is {runner_up.largest}: to decide measure "
             f"{TO_MEASURE.get(runner_up.largest, 'this GPU, by optpipe calibrate')}"
         )
 
@@ -236,8 +237,7 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 
 def _division(candidate: Candidate) -> dict[str, Any]:
-    estimate = candidate.estimate
-    return {name: getattr(estimate, name).model_dump(mode="json") for name in ("parallelism", "run")}
+    return {name: getattr(candidate.estimate, name).model_dump(mode="json") for name in ("parallelism", "run")}
 
 
 def _figures(candidate: Candidate) -> dict[str, Any]:

@@ -216,6 +216,7 @@ WRONG = {
     "plan llama-3-405b --gpus 4 --batch 8": "gpus = 4: no division fits: with tp 2, pp 2, dp 1,",
     f"{PLAN} --margin 1": "plan: margin = 1.0: input should be less than 1",
     f"{PLAN} --today 'pp four'": "today = 'pp four': 'pp four' is neither a number of tp",
+    f"{PLAN} --today '--pp four'": "today = '--pp four': 'pp four' is neither a number of tp",
     f"{PLAN} --today 'pp 3'": "today = 'pp 3': tp 1 · pp 3 · cp 1 · dp 1 are 3 GPUs, there are 4",
     f"{PLAN} --overlap experts": "--overlap experts: would change nothing, as llama-2-7b has no experts",
     f"{PLAN} --dispatch once": "--dispatch: would change nothing",

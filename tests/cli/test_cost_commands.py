@@ -189,6 +189,10 @@ def test_it_says_what_is_gained_over_what_runs_today(run: Run, model):
     needs = f"      1f1b: {today['iteration_ms'] / 1000:.4g} s, {today['used_bytes'] / 1e9:.2f} GB of "
     assert re.search(rf"^{re.escape(needs)}[\d.]+ GB: fits, but not with 13% more$", out, re.MULTILINE)
     assert "      by the plan: " in out
+    free = 1 - today["used_bytes"] / answer["question"]["gpu"]["memory_bytes"]
+    for margin, wants in (free - 0.01, False), (free + 0.01, True):
+        out = run("plan", *words[:-3], "--margin", str(margin))[1]
+        assert ("; less stays free than --margin wants\n" in out) == wants
     sheet = Path(model[2])
     sheet.write_text(json.dumps(json.loads(sheet.read_text()) | {"memory_bytes": 2 * today["used_bytes"]}))
     assert " GB: fits\n" in run("plan", *words[:-1])[1]

@@ -171,6 +171,8 @@ def test_settings_of_other_stacks() -> None:
         "model.account_for_embedding_in_pipeline_split=false",
         "model.account_for_loss_in_pipeline_split=false",
     ]
+    alone = set(settings.bridge(placed(tp=1, pp=1, dp=4)))  # a recipe's own pipeline would stay
+    assert {"model.pipeline_model_parallel_size=1", "model.sequence_parallel=false"} <= alone
     run = looped.estimate.run.model_copy(update={"mtp": 2})
     for stage, layout in (None, "Ett|tt|tt|mmL"), (2, "Ett|tt|ttmm|L"):
         division = looped.estimate.parallelism.model_copy(update={"mtp_stage": stage, "layers": (2, 2, 2, 0)})

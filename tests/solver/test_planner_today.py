@@ -158,6 +158,7 @@ def test_the_division_of_a_run_that_is_out_of_memory_is_tried_though_others_are_
     [
         ("TP 2 PP 2 VP n/a MBS 2 GBS 8", "tp 2, pp 2, sequences 2, gbs 8"),
         ("--tp 2 --pp 2 --vp 3", "tp 2, pp 2, chunks 3"),
+        ("TP2 PP2 VPP3", "tp 2, pp 2, chunks 3"),
         ("tp2, pp=2, mbs: 2", "tp 2, pp 2, sequences 2"),
         (
             "--tensor-model-parallel-size 2 --pipeline-model-parallel-size=2 --micro-batch-size 2",
@@ -182,6 +183,11 @@ def test_today_has_the_names_that_people_paste(text: str, has: str) -> None:
     assert (read.degrees, read.recompute, read.written) == (expected.degrees, expected.recompute, {})
 
 
+def test_todays_options_may_have_pythons_capitals() -> None:
+    asked = question(9 * RESERVED, stack="megatron")
+    running(Today.read("model.tensor_model_parallel_size=2 model.sequence_parallel=True pp 2"), asked)
+
+
 @pytest.mark.parametrize("bridge", [False, True])
 def test_what_a_plan_writes_is_what_today_reads(bridge: bool) -> None:
     """Every division of a mixture of experts, as flags of Megatron-LM and as options of Megatron-Bridge."""
@@ -200,6 +206,8 @@ def test_what_a_plan_writes_is_what_today_reads(bridge: bool) -> None:
         assert found.candidate.division == made.division
         assert found.candidate.estimate.run == made.estimate.run, levels
         assert found.candidate.estimate.parallelism.zero == division.zero
+        own = {line.partition("=")[0] for line in settings.bridge(made)}
+        assert {f"model.expert_{each}_parallel_size" for each in ("model", "tensor")} <= own  # not the recipe's
         tried += 1
     assert tried > 10
 

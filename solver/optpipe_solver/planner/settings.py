@@ -74,6 +74,8 @@ OPPOSITE = {"--grad-reduce-in-bf16", "--untie-embeddings-and-output-weights"}  #
 LISTS = ("--offload-modules", "--recompute-modules")
 # What a recipe may have, and a plan has not unless it is written.
 RECIPE = {
+    "model.pipeline_model_parallel_size": "1",
+    "model.sequence_parallel": "false",
     "model.context_parallel_size": "1",
     "model.virtual_pipeline_model_parallel_size": "null",
     "model.pipeline_model_parallel_layout": "null",
@@ -87,6 +89,7 @@ RECIPE = {
 }
 RECIPE_OF_EXPERTS = {
     "model.expert_model_parallel_size": "1",
+    "model.expert_tensor_parallel_size": "null",  # tp
     "model.moe_shared_expert_overlap": "false",
     "model.moe_expert_capacity_factor": "null",
     "model.moe_pad_expert_input_to_capacity": "false",
@@ -178,9 +181,8 @@ def megatron(candidate: Candidate) -> list[str]:
 
     What its default is not, and the estimate counts, is among them, such as what is sent beside computing.
     """
-    run = candidate.estimate.run
-    flags = _megatron(candidate)
-    return [f"# no flags: Megatron-LM has no LoRA, Megatron-Bridge has (rank {run.lora})"] if run.lora else flags
+    rank = candidate.estimate.run.lora
+    return [f"# no flags: Megatron-LM has no LoRA, Megatron-Bridge has (rank {rank})"] if rank else _megatron(candidate)
 
 
 def _megatron(candidate: Candidate) -> list[str]:

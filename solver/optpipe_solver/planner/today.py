@@ -26,7 +26,7 @@ DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "zero", "chunks", "sequences")  
 NAMES = {name: name for name in (*DEGREES, "recompute")} | {"vp": "chunks", "mbs": "sequences", "gbs": "batch"}
 NAMES |= {name: short for name, short in megatron.NAMES.items() if short != "group"}
 NAMES |= {name[2:]: short for short, name in settings.MEGATRON.items()} | {"micro-batch-size": "sequences"}
-NAMES |= {"expert-tensor-parallel-size": "etp", "recompute-granularity": "recompute"}
+NAMES |= {"expert-tensor-parallel-size": "etp", "recompute-granularity": "recompute", "vpp": "chunks"}
 NAMES |= {f"decoder-{end}-pipeline-num-layers": end for end in ("first", "last")}
 NAMES |= {f"num-layers-in-{end}-pipeline-stage": end for end in ("first", "last")}
 SPLIT = {f"account-for-{end}-in-pipeline-split": end for end in ("embedding", "loss")}
@@ -64,10 +64,10 @@ class Today:
         unknown += [f"recompute {level}"] * (level != recompute)
         method, others = None, dict[str, str]()
         for part in _OPTION.sub(r" --\1 ", re.sub(r"['\"\\]", " ", rest)).split(","):
-            words = part.split()
+            words = part.lower().split()
             first = [*takewhile(lambda word: not word.startswith("--"), words)]
             others |= settings.options_of(words[len(first) :])
-            phrase = " ".join(first).lower()
+            phrase = " ".join(first)
             method = phrase if phrase in SYSTEMS else method
             unknown += [phrase] * bool(phrase and phrase not in SYSTEMS)
         if unknown or not (found or others or method):
@@ -109,8 +109,7 @@ class Today:
         layers, modules = megatron.read_stages(self.written, pp, settings.hybrid_letters(question.model))
         if (mtp := sum(modules)) != question.run.mtp:
             raise InputError(f"today = {self.text!r}: has {mtp} multi-token prediction modules, so --mtp {mtp}")
-        stage = modules.index(mtp) if mtp else None
-        return {"layers": layers, "mtp_stage": stage, "chunks": len(layers) // pp}
+        return {"layers": layers, "mtp_stage": modules.index(mtp) if mtp else None, "chunks": len(layers) // pp}
 
     def estimates(self, question: Question) -> Iterator[Estimate]:
         """Yield the estimates of the stages that the schedule may be for. Raises InputError if there is no such
