@@ -10,6 +10,7 @@ from typing import Any
 from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.files import write_file
 from optpipe.formats import export_schedule
+from optpipe.formats.megatron import offload_arguments
 from optpipe.model.placement import counts_text, devices_in_order
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe.show.pareto import Point, chart
@@ -67,7 +68,7 @@ def lines(plan: Plan, explain: bool) -> Iterator[str]:
     if explain and plan.other_divisions:
         yield ""
         yield from _explained(plan.best, plan.other_divisions[0])
-    for title, settings in _settings(plan).items():
+    for title, settings in stack_settings(plan).items():
         yield from ("", title, *(f"  {line}" for line in settings))
 
 
@@ -275,19 +276,21 @@ def write(plan: Plan, folder: Path) -> None:
     title = f"{plan.question.model.name} on {plan.question.gpus} × {plan.question.gpu.name}: iterations"
     budget = {"a GPU has": plan.question.gpu.memory_bytes}
     chart(seen, {"none beats these": frontier}, budget, title, grey="schedules seen").save(folder / "memory.html")
-    for stack, settings in _settings(plan).items():
+    for stack, settings in stack_settings(plan).items():
         write_file(folder / f"{stack.split()[0].lower()}.txt", "\n".join(settings) + "\n")
     if plan.question.stack == "torch":
         write_file(folder / CSV, export_schedule(schedule, "torch-csv"))
 
 
-def _settings(plan: Plan) -> dict[str, list[str]]:
+def stack_settings(plan: Plan) -> dict[str, list[str]]:
     """The settings of each stack."""
     if plan.question.stack == "torch":
         titans = {name: torchtitan(plan.best, CSV, tokens) for name, tokens in torchtitans().items()}
         return titans | {"NeMo AutoModel": nemo(plan.best, CSV)}
     if plan.question.stack == "megatron":
-        return {"Megatron-LM": megatron(plan.best), "Megatron-Bridge": bridge(plan.best)}
+        offloads = plan.best.schedule is not None and bool(offload_arguments(plan.best.schedule))
+        needs = ["# offload needs megatron-core 0.19.2, and NVTE_CPU_OFFLOAD_V1=1 in the environment"] * offloads
+        return {"Megatron-LM": needs + megatron(plan.best), "Megatron-Bridge": needs + bridge(plan.best)}
     return {}
 
 

@@ -17,6 +17,7 @@ from optpipe.transformer.estimate import estimate
 from optpipe.transformer.offload import MODULES, Group, module_groups
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run
+from optpipe_cli.plan_report import stack_settings
 from optpipe_solver.planner import settings as written
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.megatron_offload import offloading
@@ -117,6 +118,8 @@ def test_a_plan_offloads_where_that_is_shorter_and_exports_the_arguments() -> No
     assert {"model.fine_grained_activation_offloading=true"} < {*bridge}
     assert any(line.replace("'", "") == f"model.offload_modules=[{names}]" for line in bridge)
     assert "model.fine_grained_activation_offloading=false" in written.bridge(without)
+    first = [{lines[0] for lines in stack_settings(plan).values()} for plan in plans]
+    assert [any("NVTE_CPU_OFFLOAD_V1=1" in line for line in lines) for lines in first] == [True, False]
 
 
 def test_a_method_that_is_no_setting_has_no_arguments() -> None:

@@ -60,6 +60,7 @@ def test_what_torch_cannot_split_today_is_named_and_predicted_whole(text: str) -
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|ttttttL, tp 2", (1, 7), 1),
         ("pp 4, vp 1, --decoder-first-pipeline-num-layers 0 --decoder-last-pipeline-num-layers 2", (1, 2, 2, 3), 1),
         ("tp 2, pp 2, vp 2, model.num_layers_in_last_pipeline_stage=2", (3, 1, 2, 2), 2),
+        ("tp 2, --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", (2, 1, 1, 1, 1, 2), 3),
         (
             "pp 4 vp 1 model.account_for_embedding_in_pipeline_split=True account_for_loss_in_pipeline_split=true",
             (2,) * 4,
@@ -114,6 +115,7 @@ def test_all_that_is_not_named_of_today_is_listed(text: str, assumed: str) -> No
         ("pp 4, layout Ettt|ttL", "2 stages: expected as many on each of pp = 4 ranks"),
         ("pp 2, layout Ettt|ttL", "layers add up to 5: the model has 6"),
         ("pp 2, layout Ettt|tttL, chunks 2", "has 1 stages a rank, not chunks 2"),
+        ("pp 2, vpp 2, num_layers_per_virtual_pipeline_stage 1", "1 layers a chunk do not divide 6 so"),
         ("pp 4, num_layers_in_first_pipeline_stage=1", "first 1: Megatron does not divide 6 layers so over 4 ranks"),
         ("pp 2, layout Ettt|tttL, num_layers_in_first_pipeline_stage=1", "which layers a stage has, also first"),
         ("pp four", "'pp four' is neither a number of tp, pp"),

@@ -29,6 +29,7 @@ NAMES |= {name[2:]: short for short, name in settings.MEGATRON.items()} | {"micr
 NAMES |= {"expert-tensor-parallel-size": "etp", "recompute-granularity": "recompute", "vpp": "chunks"}
 NAMES |= {f"decoder-{end}-pipeline-num-layers": end for end in ("first", "last")}
 NAMES |= {f"num-layers-in-{end}-pipeline-stage": end for end in ("first", "last")}
+NAMES |= {"num-layers-per-virtual-pipeline-stage": "layers of a chunk"}
 SPLIT = {f"account-for-{end}-in-pipeline-split": end for end in ("embedding", "loss")}
 UNSET = ("null", "none", "n/a")
 MODULES: dict[str, Recompute] = {"core_attn": "selective", "layernorm": "cheap", "moe_act": "cheap"}  # of Megatron
@@ -119,6 +120,13 @@ class Today:
             if (own := named.pop(name, size)) != size:
                 raise InputError(f"today = {self.text!r}: {name} {own}, but --{name} is {size}")
         size, chunks = named.pop("sequences", 1), named.pop("chunks", None)
+        if each := named.pop("layers of a chunk", None):
+            count, rest = divmod(question.model.layers, named.get("pp", 1) * each)
+            if rest or not count or chunks not in (None, count):
+                raise InputError(
+                    f"today = {self.text!r}: {each} layers a chunk do not divide {question.model.layers} so"
+                )
+            chunks = count
         ends = {end: named.pop(end) for end in ("first", "last", *SPLIT.values()) if end in named}
         degrees = {"tp": 1, "pp": 1, "cp": 1, "ep": 1} | named
         if question.limit and degrees["pp"] > 1:
@@ -203,7 +211,7 @@ def running(today: Today, question: Question) -> Running:
         today.require_written(replace(candidate, schedule=schedule))
         has = estimated.parallelism.model_dump() | {"sequences": estimated.run.microbatch_size}
         without = {"dp", *["ep"] * (not question.model.experts)}
-        without |= {"chunks"} if has["pp"] == 1 or today.written else set()
+        without |= {"chunks"} if has["pp"] == 1 or today.written or "layers of a chunk" in today.degrees else set()
         names = [name for name in DEGREES if name not in {*today.degrees, *without} and has[name] is not None]
         assumed = tuple(f"{name} {has[name]}" for name in names)
         assumed += (f"recompute {LEVELS[0]}",) * (today.recompute is None) + (method,) * (today.method is None)
