@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from io import StringIO
 from math import inf
@@ -29,9 +28,9 @@ from optpipe.transformer.iterations import (
     read_iterations,
     simulate,
 )
+from optpipe.transformer.offload import module_groups
 from optpipe.transformer.presets import GPUS, MODELS, preset
 from optpipe.transformer.records import Parallelism, Run, Transformer
-from optpipe.transformer.work import Piece
 
 COLUMNS = (
     "rows",
@@ -89,16 +88,6 @@ FUSED = (
 # Workspaces of cuBLAS and TransformerEngine, which take more from Hopper on.
 WORKSPACES = {"A100": 0.08e9}
 WORKSPACE = 0.11e9
-# What Megatron offloads by module (`--offload-modules`): the names of saved tensors, and which of them in a layer.
-OFFLOADED = {
-    "attn_norm": [("norm input", 0)],
-    "qkv_linear": [("qkv input", 0)],
-    "core_attn": [("queries", 0), ("keys and values", 0)],
-    "attn_proj": [("projection input", 0)],
-    "mlp_norm": [("norm input", 1)],
-    "expert_fc1": [("experts' input", 0)],
-    "moe_act": [("activation function's input", 0)],
-}
 LATENT = {"kv_latent": 512, "head_size": 128, "rope_size": 64, "value_size": 128}  # Megatron's defaults
 CUT = {"layers": "num-layers", "experts": "num-experts", "experts_per_token": "moe-router-topk"}
 Fields = Mapping[str, str]
@@ -120,8 +109,10 @@ class Held(NamedTuple):
         load = 1.0 + self.hot * estimated.parallelism.ep / max(1, estimated.shape.experts)
         run = estimated.run.model_copy(update={"expert_load": load})
         there = Estimate(estimated.shape, estimated.parallelism, estimated.gpu, run)
-        staying = offload(there, self.modules)
-        return [size + staying + self.workspaces for size in rank_peaks(there, simulate(there).activation_bytes)]
+        freed = [sum(group.freed for group in module_groups(piece, self.modules, run)) for piece in there.pieces]
+        kept = simulate(there, freed).activation_bytes
+        staying = 2 * max(freed)  # of the last layer, and of one that is back ahead of its backward
+        return [size + staying + self.workspaces for size in rank_peaks(there, kept)]
 
 
 class Row(NamedTuple):
@@ -224,27 +215,6 @@ def predict(row: Row) -> Predicted:
 def rank_peaks(estimated: Estimate, kept: Sequence[float]) -> list[float]:
     """What each device holds at most, in bytes."""
     return [each.state + each.workspace + size for each, size in zip(estimated.devices, kept, strict=True)]
-
-
-def offload(estimated: Estimate, modules: Sequence[str]) -> float:
-    """Take what these modules of Megatron save out of the layers, as if it waited on the host from its F on; the bytes
-    of two layers, of which the last one's stay and one's are back ahead of its backward.
-
-    Raises InputError for another module.
-    """
-    if wrong := sorted({*modules} - {*OFFLOADED}):
-        raise InputError(f"offload-modules = {wrong[0]}: expected {', '.join(OFFLOADED)}")
-    most, pieces = 0.0, dict[Piece, Piece]()
-    for piece in set(estimated.pieces) if modules else ():
-        names, leaving = [saved.name for saved in piece.saved], set[int]()
-        for name, nth in (place for module in modules if piece.is_layer for place in OFFLOADED[module]):
-            leaving |= {[i for i, each in enumerate(names) if each == name][nth]} if names.count(name) > nth else set()
-        stays = tuple(saved for i, saved in enumerate(piece.saved) if i not in leaving)
-        pieces[piece] = replace(piece, saved=stays)
-        recompute = estimated.run.recompute
-        most = max(most, piece.activation_bytes(recompute) - pieces[piece].activation_bytes(recompute))
-    vars(estimated).update(pieces=[pieces.get(piece, piece) for piece in estimated.pieces])
-    return 2 * most
 
 
 def judged(by_line: Mapping[int, Predicted]) -> Iterator[str]:
