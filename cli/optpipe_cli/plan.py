@@ -22,7 +22,8 @@ from optpipe_cli.output import ctrl_c_calls, echo, print_json, shown_while
 from optpipe_cli.plan_report import figures, lines, progress, write
 from optpipe_cli.solve import usable_cache
 from optpipe_solver.planner.candidates import BY_DEFAULT, Question
-from optpipe_solver.planner.search import Plan, PlanSearch
+from optpipe_solver.planner.plan import Plan
+from optpipe_solver.planner.search import PlanSearch
 from optpipe_solver.planner.today import Today
 
 RUN = RunOptions()

@@ -19,7 +19,8 @@ from optpipe.transformer.estimate import MEASURED_PEAKS
 from optpipe_cli.model import assumed, left_out, table
 from optpipe_solver.planner.candidate import WHOLE, Candidate, difference
 from optpipe_solver.planner.candidates import Question
-from optpipe_solver.planner.search import Plan, PlanSearch
+from optpipe_solver.planner.plan import Plan
+from optpipe_solver.planner.search import PlanSearch
 from optpipe_solver.planner.settings import bridge, megatron, nemo, torchtitan, torchtitans
 from optpipe_solver.planner.today import Running
 
@@ -139,10 +140,10 @@ def _best(plan: Plan) -> Iterator[str]:
         f"step  {best.iteration_ms / S:.4g} s, {_tokens_per_s(best):,.0f} tokens/s, predicted MFU "
         f"{best.estimate.utilization_in(best.iteration_ms):.1%}, bubble {schedule.timeline.bubble:.1%}"
     )
-    if plan.own_ms is not None:
-        less = 1 - plan.own_ms / best.iteration_ms
+    if plan.optpipe_ms is not None:
+        less, seconds = 1 - plan.optpipe_ms / best.iteration_ms, plan.optpipe_ms / S
         yield (
-            f"      OptPipe's own schedule of whole stages, so divided and in this memory: {plan.own_ms / S:.4g} s, "
+            f"      OptPipe's own schedule of whole stages, so divided and in this memory: {seconds:.4g} s, "
             f"{abs(less):.1%} {'less' if less >= 0 else 'more'}"
         )
     yield (
@@ -214,7 +215,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "time_s": round(plan.time_s, 3),
         "notes": list(plan.notes),
         "lower_bound_ms": plan.lower_bound_ms,
-        "own_ms": plan.own_ms,
+        "optpipe_ms": plan.optpipe_ms,
         "today": today
         and {
             **_division(today.candidate),

@@ -96,6 +96,7 @@ LISTED_SHARE = 0.15  # of the time: list scheduling for those that are left
 OFFLOAD_FRACTIONS = (1.0, 0.75, 0.5, 0.25)  # of Megatron's own offload
 OFFLOADS = 8  # its settings that are tried for a candidate
 PUBLISHED_SPEED = 10  # published schedules take this many times less than list scheduling
+PLAN_TIE = 0.01  # so much longer is no reason for more context parallelism: no prediction is so sure
 FORMULA_SPEED = 50  # a formula takes this many times less, with the estimate of other stages
 SPARE_S = 2.0  # of the time, not given to searches: their processes start and end, and the answer is written
 SOLVED = ((4, 0.3), (2, 0.7))  # rounds of searches: the number of candidates, and the share of what is left

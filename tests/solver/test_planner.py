@@ -22,7 +22,8 @@ from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner import search, settings
 from optpipe_solver.planner.candidate import Candidate, difference
 from optpipe_solver.planner.candidates import Question, branches, candidates, shifted
-from optpipe_solver.planner.search import Plan, PlanSearch, published
+from optpipe_solver.planner.plan import Plan
+from optpipe_solver.planner.search import PlanSearch, published
 from optpipe_solver.systems import generate
 
 pytestmark = pytest.mark.usefixtures("few_choices")
@@ -326,7 +327,7 @@ def test_less_context_parallelism_wins_where_it_takes_hardly_longer(
     monkeypatch: pytest.MonkeyPatch, tie: float, division: tuple[int, ...]
 ) -> None:
     """Replicas take 6.5 % longer here, which is a tie only in the second case."""
-    monkeypatch.setattr(search, "TIE", tie)
+    monkeypatch.setattr(tuning, "PLAN_TIE", tie)
     plan = planned(question(2 * RESERVED, gpus=16, batch=4, stack="megatron"))
     assert (plan.best.division, plan.shortest.division) == (division, (2, 4, 1, 1, 2))
     near = [c for c in plan.ranked if c.method and c.iteration_ms < plan.shortest.iteration_ms * (1 + tie)]

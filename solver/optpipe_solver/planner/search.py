@@ -11,8 +11,8 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
@@ -32,101 +32,15 @@ from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.candidates import Question, Stack, branches, candidates, shifted
 from optpipe_solver.planner.offload import offloads
+from optpipe_solver.planner.plan import Plan
 from optpipe_solver.planner.today import Running, Today, running
 from optpipe_solver.systems import SYSTEMS, generate
 
 GB = 1e9
-TIE = 0.01  # so much longer is no reason for more context parallelism: no prediction is so sure
 Progress = Literal["bounds", "published schedules", "list scheduling", "searches"]
 # Searches a candidate's schedule, from another one, for so many seconds. Returns None, or raises OptPipeError, if
 # nothing came of it.
 Solve = Callable[[Problem, Schedule | None, float], Result | None]
-
-
-class Counts(NamedTuple):
-    """Candidates that have no room for one micro-batch or for any schedule of the stack; those that have no schedule
-    because of their bounds, or because time was up; and those with a schedule that fits."""
-
-    too_large: int
-    ruled_out: int
-    left_open: int
-    scheduled: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a search found.
-
-    Attributes
-    ----------
-    ranked
-        All candidates: the one to run, which is the shortest but for less context parallelism within `TIE`; then the
-        shortest iteration first, then the lowest bounds.
-    searched
-        How many of them were searched.
-    gap
-        Candidates that could be shorter by no more than this share were ruled out.
-    notes
-        Why searches of candidates failed.
-    own_ms
-        Where Megatron's own offload is the best: the iteration of OptPipe's schedule of the same division and memory.
-    """
-
-    question: Question
-    ranked: tuple[Candidate, ...]
-    searched: int
-    gap: float
-    time_s: float
-    notes: tuple[str, ...]
-    today: Running | None = None
-    own_ms: float | None = None
-
-    @property
-    def best(self) -> Candidate:
-        return self.ranked[0]
-
-    @property
-    def shortest(self) -> Candidate:
-        return min(self.ranked, key=lambda candidate: candidate.iteration_ms)
-
-    @property
-    def counts(self) -> Counts:
-        """How many candidates came to what; each is counted once."""
-        bounds = [c.bound_ms for c in self.ranked if c.method is None]
-        too_large = sum(ms >= NO_SCHEDULE_MS for ms in bounds)
-        left_open = sum(shorter(ms, self.shortest.iteration_ms * (1 - self.gap)) for ms in bounds)
-        ruled_out = len(bounds) - too_large - left_open
-        return Counts(too_large, ruled_out, left_open, len(self.ranked) - len(bounds))
-
-    @property
-    def may_be_shorter(self) -> list[float]:
-        """By which shares other candidates may still be shorter than the best, as far as their bounds allow."""
-        best_ms = self.best.iteration_ms
-        return [1 - c.bound_ms / best_ms for c in self.ranked if c is not self.best and shorter(c.bound_ms, best_ms)]
-
-    @property
-    def lower_bound_ms(self) -> float:
-        """No candidate has a shorter iteration."""
-        return min(min(c.bound_ms for c in self.ranked), self.best.iteration_ms)
-
-    @property
-    def other_divisions(self) -> list[Candidate]:
-        """The best candidate of each other division that fits: those with an iteration first, then by their bounds."""
-        best: dict[tuple[int, ...], Candidate] = {}
-        for candidate in self.ranked:
-            if candidate.bound_ms < NO_SCHEDULE_MS and candidate.division != self.best.division:
-                best.setdefault(candidate.division, candidate)
-        return list(best.values())
-
-    @property
-    def frontier(self) -> list[tuple[int, float, Candidate, str]]:
-        """Of all schedules seen those that none beats in memory and time: bytes of a GPU, ms, candidate and method."""
-        seen = [(held, ms, n, m) for n, c in enumerate(self.ranked) for m, (ms, held) in c.lengths.items()]
-        best: list[tuple[int, float, Candidate, str]] = []
-        for held, ms, n, method in sorted(seen):
-            if not best or shorter(ms, best[-1][1]):
-                best.append((held, ms, self.ranked[n], method))
-        return best
 
 
 class PlanSearch:
@@ -181,11 +95,11 @@ class PlanSearch:
             raise InputError(why)
         self.best = self._simplest(self.best)
         ranked = sorted(self.candidates, key=lambda c: (c is not self.best, c.method is None, c.least_ms))
-        own_ms = self._own_ms(self.best)
+        optpipe_ms = self._optpipe_ms(self.best)
         passed_s, notes = self._clock.passed_s, tuple(self.notes)
-        return Plan(self.question, tuple(ranked), self.solved, self.options.gap, passed_s, notes, runs, own_ms)
+        return Plan(self.question, tuple(ranked), self.solved, self.options.gap, passed_s, notes, runs, optpipe_ms)
 
-    def _own_ms(self, best: Candidate) -> float | None:
+    def _optpipe_ms(self, best: Candidate) -> float | None:
         """The iteration of a schedule of OptPipe's on the same division and memory, where Megatron offloads."""
         if best.schedule is None or not offload_arguments(best.schedule):
             return None
@@ -200,7 +114,7 @@ class PlanSearch:
 
     def _simplest(self, best: Candidate) -> Candidate:
         """The candidate of least context parallelism, then the shortest, of those that hardly differ from the best."""
-        limit = best.iteration_ms * (1 + TIE)
+        limit = best.iteration_ms * (1 + tuning.PLAN_TIE)
         near = [c for c in self.candidates if c.method and (c is best or shorter(c.iteration_ms, limit))]
         simplest = min(near, key=lambda c: (c.estimate.parallelism.cp, c.iteration_ms))
         method = simplest.method
@@ -242,7 +156,8 @@ class PlanSearch:
         if self.best is None:
             return shorter(candidate.bound_ms, NO_SCHEDULE_MS)
         is_simpler = candidate.estimate.parallelism.cp < self.best.estimate.parallelism.cp
-        return shorter(candidate.bound_ms, self.best.iteration_ms * (1 + (TIE if is_simpler else -self.options.gap)))
+        more = tuning.PLAN_TIE if is_simpler else -self.options.gap
+        return shorter(candidate.bound_ms, self.best.iteration_ms * (1 + more))
 
     def _publish(self) -> None:
         """Give candidates the published schedules, the lowest bound first; a bound becomes tighter before that.

@@ -5,7 +5,8 @@ from optpipe.transformer.presets import GPUS
 from optpipe.transformer.records import Run, Transformer
 from optpipe_solver.planner.candidate import Candidate
 from optpipe_solver.planner.candidates import Question, branches, candidates
-from optpipe_solver.planner.search import Plan, PlanSearch
+from optpipe_solver.planner.plan import Plan
+from optpipe_solver.planner.search import PlanSearch
 from optpipe_solver.planner.today import Today
 
 SMALL = Transformer(layers=6, hidden=2048, ffn=8192, heads=2, vocabulary=64_000, sequence=2048)
