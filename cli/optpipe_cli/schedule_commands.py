@@ -226,7 +226,9 @@ def export(
         float | None, Parameter(help="To gather a stage in FSDP: rows do so in time, not all at first.")
     ] = None,
     gathered_bytes: Annotated[NonNegativeInt | None, Parameter(help="Of a stage that FSDP has gathered.")] = None,
-    mtp: Annotated[NonNegativeInt, Parameter(help="Modules that the layer before the head is, for Megatron.")] = 0,
+    mtp: Annotated[
+        NonNegativeInt, Parameter(help="Prediction modules in the layer before the head, for Megatron.")
+    ] = 0,
 ) -> None:
     """`optpipe export`."""
     exported = exported_as(

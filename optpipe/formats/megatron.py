@@ -253,8 +253,11 @@ def uneven_layers(layers: int, ranks: int, chunks: int, ends: Mapping[str, int])
     stages = [n // chunks for n in counts * chunks]
     stages[0], stages[-1] = stages[0] - beside.get("embedding", 0), stages[-1] - beside.get("loss", 0)
     if wrong or min(stages) < 0:
-        said = ", ".join(f"{name} {number}" for name, number in ends.items())
-        raise InputError(f"{said}: Megatron does not divide {layers} layers so over {ranks} ranks of {chunks} stages")
+        said = ", ".join(f"{name} = {number}" for name, number in ends.items())
+        raise InputError(
+            f"{said}: expected what leaves all other ranks, of {ranks}, as many of {layers} layers, and each rank a "
+            f"multiple of its {chunks} stages"
+        )
     return stages
 
 

@@ -46,7 +46,7 @@ class Stack:
     keeps_until_weight
         Whether a B frees nothing (`as_torch_holds`).
     offloads_modules
-        Whether it offloads what modules of layers save, by a policy of its own (`megatron.Offload`).
+        Whether it offloads what modules of layers save, by a policy of its own.
     """
 
     own: Mapping[str, str]

@@ -245,7 +245,7 @@ class Estimate:
         that are not trained have no W.
         """
         skipped = 2 if self.shape.causal and self.run.attention == "flash" else 1  # scores of later tokens
-        # Over all GPUs no expert has more tokens, of which none is dropped
+        # Over all GPUs experts have the mean of tokens, and none is dropped.
         evenly = self.run.model_copy(update={"expert_load": 1.0, "moe_expert_capacity_factor": None})
         works = [piece.work for piece in all_pieces(replace(self._share, run=evenly))]
         forward = sum(each.matmul + skipped * each.scores + each.scans for each in works)

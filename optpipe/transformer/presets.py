@@ -39,7 +39,7 @@ GPUS = {name: Gpu.from_dict({"name": name} | sheet, name) for name, sheet in _SH
 
 
 def preset(presets: Mapping[str, T], kind: str, name: str) -> T:
-    """The preset of this name; case does not matter. Raises InputError if there is none; names of GPUs are all near."""
+    """The preset of this name; case does not matter. Raises InputError with near names, of GPUs with all."""
     by_lower_case = {each.lower(): each for each in presets}
     if name.lower() not in by_lower_case:
         near = f": {', '.join(presets)}" if kind == "gpu" else did_you_mean(name.lower(), by_lower_case, "; ")

@@ -70,7 +70,7 @@ class System:
             )
             raise InputError(
                 f"overlap_factor is {is_given}: on stages not given both ways, {self.name} holds all parameters "
-                "twice to run forwards beside backwards (dualpipe-v once)"
+                "twice to run forwards beside backwards; dualpipe-v holds them once"
             )
         try:
             return Placement.balanced(problem, self.chunks, self.shape)
