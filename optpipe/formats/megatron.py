@@ -255,8 +255,8 @@ def uneven_layers(layers: int, ranks: int, chunks: int, ends: Mapping[str, int])
     if wrong or min(stages) < 0:
         said = ", ".join(f"{name} = {number}" for name, number in ends.items())
         raise InputError(
-            f"{said}: expected what leaves all other ranks, of {ranks}, as many of {layers} layers, and each rank a "
-            f"multiple of its {chunks} stages"
+            f"{said}: expected numbers that leave the others of {ranks} ranks equal shares of {layers} layers, and all "
+            f"ranks multiples of {chunks} (chunks of a rank)"
         )
     return stages
 

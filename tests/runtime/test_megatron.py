@@ -100,7 +100,7 @@ def test_uneven_stages_are_those_of_megatron(layers: int, ranks: int, chunks: in
     if sum(theirs) == layers and min(theirs) >= 0:
         assert form.uneven_layers(layers, ranks, chunks, ends) == theirs
     else:
-        with pytest.raises(InputError, match=f"as many of {layers} layers"):
+        with pytest.raises(InputError, match=f"equal shares of {layers} layers"):
             form.uneven_layers(layers, ranks, chunks, ends)
 
 

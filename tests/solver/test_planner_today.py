@@ -118,7 +118,7 @@ def test_all_that_is_not_named_of_today_is_listed(text: str, assumed: str) -> No
         ("pp 2, vpp 2, num_layers_per_virtual_pipeline_stage 1", "1 layers a chunk do not divide 6 so"),
         (
             "pp 4, num_layers_in_first_pipeline_stage=1",
-            "first = 1: expected what leaves all other ranks, of 4, as many of 6 layers",
+            "first = 1: expected numbers that leave the others of 4 ranks equal shares of 6 layers",
         ),
         ("pp 2, layout Ettt|tttL, num_layers_in_first_pipeline_stage=1", "which layers a stage has, also first"),
         ("pp four", "'pp four' is neither a number of tp, pp"),
