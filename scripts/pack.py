@@ -23,8 +23,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
 from optpipe.reuse import by_rules
 from optpipe.schedule import Schedule, check
-from optpipe_cache import Cache, features, structure
-from optpipe_cache.lookup import Entry
+from optpipe_cache import Cache, Entry, features, structure
 from optpipe_cache.storage import PACK_PATH, FileStorage, StoredRow
 from optpipe_solver.bounds import lower_bound
 

@@ -7,9 +7,8 @@ hit = cache.lookup(problem)  # for the same problem, or for the most similar one
 
 from __future__ import annotations
 
-from optpipe_cache.cache import Cache, default_path, user_cache
+from optpipe_cache.cache import Cache, Entry, Hit, default_path, user_cache
 from optpipe_cache.features import distance, features, structure
-from optpipe_cache.lookup import Entry, Hit
 from optpipe_cache.storage import Pack, Retention, Source, Storage, StoredRow, release_pack
 
 __all__ = [

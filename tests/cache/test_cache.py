@@ -13,7 +13,7 @@ from support.problems.chain import chain, gpipe, one_by_one
 
 from optpipe import InputError, Problem, ScheduleError, check
 from optpipe.reuse import by_rules
-from optpipe_cache import Cache, Retention, default_path, lookup, storage, structure
+from optpipe_cache import Cache, Retention, default_path, storage, structure
 from optpipe_server.database import Database
 from optpipe_server.database.tables import schedules
 from optpipe_server.service_cache import TableStorage
@@ -97,10 +97,10 @@ def test_what_would_take_too_long_is_given_up_and_reported(
 ) -> None:
     for forward in (1.0, 1.05, 1.1):
         cache.add(one_by_one(chain(memory=1, m=1, forward=forward)), "feasible")
-    monkeypatch.setattr(lookup, "MOST_OPS", 15)
+    monkeypatch.setattr("optpipe_cache.cache.MOST_OPS", 15)
     assert cache.lookup(chain(memory=1, m=4)) is None
     assert "not adapted: of 16 ops, more than 15 would take too long" in caplog.text
-    monkeypatch.setattr(lookup, "MOST_HANDLED", 7)
+    monkeypatch.setattr("optpipe_cache.cache.MOST_HANDLED", 7)
     assert cache.lookup(chain(memory=1, m=4)) is None
     assert "given up: it had verified schedules of 8 ops" in caplog.text
 

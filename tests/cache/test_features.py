@@ -17,7 +17,7 @@ from optpipe.evaluate.objective import NO_SCHEDULE_MS
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.records import each_microbatch
 from optpipe.reuse import RulesSearch, by_rules, resized
-from optpipe_cache import Cache, distance, features, lookup, structure
+from optpipe_cache import Cache, distance, features, structure
 from optpipe_cache.features import REACH
 
 TIMES = (1.0, 1.1, 0.9)
@@ -110,11 +110,11 @@ def test_the_nearest_of_many_is_found(tmp_path: Any) -> None:
 
 
 def test_of_more_than_are_compared_those_used_last_count(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "MOST_COMPARED", 2)
+    monkeypatch.setattr("optpipe_cache.cache.MOST_COMPARED", 2)
     cache = Cache(tmp_path / "cache.sqlite")
     for forward in (1.0, 1.1, 1.2):
         cache.add(gpipe(chain(forward=forward)), "feasible")
-    near = lookup.Lookup(cache.storage, None).neighbours(chain())
+    near = cache.neighbours(chain())
     assert [sha256 for _, sha256 in near] == [chain(forward=forward).sha256 for forward in (1.1, 1.2)]
 
 
