@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import Depends, Header, Path, Request
+from fastapi import Depends, Path, Request
 from fastapi.responses import JSONResponse, Response
 from sqlalchemy import Row
 
@@ -56,22 +56,17 @@ class RequestContext:
     ) -> Response:
         """Return the reply that shows a job with its best schedule, or 304. Raises `MissingError`."""
         job = self.job(job_id)
-        headers = {"ETag": etag(job.version), **(headers or {})}
+        headers = {"ETag": f'"{job.version}"', **(headers or {})}
         if matches_etag(if_none_match, job.version):
             return Response(status_code=304, headers=headers)
         # Written here, in a thread: FastAPI would read it as records again, and write it in the event loop.
         return JSONResponse(job_document(job, self.best(job)), status, headers)
 
 
-def etag(number: int) -> str:
-    """Return the ETag of a job's version, or of an incumbent's number."""
-    return f'"{number}"'
-
-
-def matches_etag(header: str | None, number: int) -> bool:
-    """Return whether If-None-Match names this version."""
+def matches_etag(header: str | None, version: int) -> bool:
+    """Return whether If-None-Match names this version of a job."""
     return header is not None and (
-        header.strip() == "*" or etag(number) in (tag.strip().removeprefix("W/") for tag in header.split(","))
+        header.strip() == "*" or f'"{version}"' in (tag.strip().removeprefix("W/") for tag in header.split(","))
     )
 
 
@@ -81,7 +76,6 @@ async def _context(request: Request) -> RequestContext:  # a coroutine, because 
 
 Context = Annotated[RequestContext, Depends(_context)]
 JobId = Annotated[str, Path(description="The job's id, 32 hexadecimal digits.", examples=["0" * 32])]
-IfNoneMatch = Annotated[str | None, Header(description="ETags of the versions that the client has.")]
 
 
 def _job(job_id: JobId, context: Context) -> Row[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Header, Query, Request
@@ -16,15 +16,15 @@ from optpipe_server.database.jobs import MOST_LISTED, is_over
 from optpipe_server.database.tables import State
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT
-from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, JobId, matches_etag
+from optpipe_server.http.context import LARGEST, Context, Job, JobId, matches_etag
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.schemas import ExtensionBody, ProblemBody, Submission, job_url
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 
 LONGEST_WAIT_S = 60
-NOT_CHANGED: dict[int | str, dict[str, Any]] = {304: {"description": "Not changed"}}
 IdempotencyKey = Annotated[str | None, Header(pattern=r"^[!-~]{1,255}$")]
+IfNoneMatch = Annotated[str | None, Header(description="ETags of the versions that the client has.")]
 IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
 LastEventId = Annotated[str | None, Header(description="Number of an incumbent.")]
 
@@ -101,7 +101,12 @@ def show_queue(context: Context) -> Queue:
     )
 
 
-@router.get("/jobs/{job_id}", dependencies=[READ], response_model=schemas.Job, responses=NOT_CHANGED)
+@router.get(
+    "/jobs/{job_id}",
+    dependencies=[READ],
+    response_model=schemas.Job,
+    responses={304: {"description": "Not changed"}},
+)
 async def show_job(
     job_id: JobId,
     context: Context,

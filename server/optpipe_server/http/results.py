@@ -12,8 +12,7 @@ from sqlalchemy import Row
 
 from optpipe_server.http import schemas
 from optpipe_server.http.auth import READ, SUBMIT
-from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, etag, matches_etag
-from optpipe_server.http.jobs import NOT_CHANGED
+from optpipe_server.http.context import LARGEST, Context, Job
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.schemas import AdoptionBody, incumbent_document, job_url
 from optpipe_server.metrics import ADOPTIONS
@@ -45,23 +44,17 @@ def list_bounds(job: Job, context: Context) -> schemas.Bounds:
     return schemas.Bounds(bounds=[schemas.KnownBound.from_row(bound) for bound in context.service.jobs.bounds(job.id)])
 
 
-@router.get("/incumbents/best", dependencies=[READ], response_model=schemas.WholeIncumbent, responses=NOT_CHANGED)
-def best_incumbent(job: Job, context: Context, if_none_match: IfNoneMatch = None) -> Response:
+@router.get("/incumbents/best", dependencies=[READ], response_model=schemas.WholeIncumbent)
+def best_incumbent(job: Job, context: Context) -> Response:
     """The best schedule for the job's current problem."""
-    return _whole(context.incumbent(job, None), if_none_match, "no-cache")
+    return JSONResponse(incumbent_document(context.incumbent(job, None)))
 
 
-@router.get("/incumbents/{seq}", dependencies=[READ], response_model=schemas.WholeIncumbent, responses=NOT_CHANGED)
-def show_incumbent(job: Job, seq: Seq, context: Context, if_none_match: IfNoneMatch = None) -> Response:
+@router.get("/incumbents/{seq}", dependencies=[READ], response_model=schemas.WholeIncumbent)
+def show_incumbent(job: Job, seq: Seq, context: Context) -> Response:
     """One schedule. It never changes."""
-    return _whole(context.incumbent(job, seq), if_none_match, "private, max-age=31536000, immutable")
-
-
-def _whole(incumbent: Row[Any], if_none_match: str | None, cache_control: str) -> Response:
-    headers = {"ETag": etag(incumbent.seq), "Cache-Control": cache_control}
-    if matches_etag(if_none_match, incumbent.seq):
-        return Response(status_code=304, headers=headers)
-    return JSONResponse(incumbent_document(incumbent), headers=headers)
+    lasting = {"Cache-Control": "private, max-age=31536000, immutable"}
+    return JSONResponse(incumbent_document(context.incumbent(job, seq)), headers=lasting)
 
 
 @router.put("/adoptions/{seq}", dependencies=[SUBMIT])
