@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DATABASE = "sqlite:///optpipe.db"
 Database = Annotated[str, Parameter(env_var="OPTPIPE_DATABASE")]
 KeysDatabase = Annotated[Database, Parameter(help="The service's; the service may be running.")]
-Threads = Annotated[int | None, Parameter(validator=Number(gte=1, lte=1024), help="Of all searches together.")]
+Threads = Annotated[int | None, Parameter(validator=Number(gte=1, lte=1024), help="Shared equally by searches.")]
 MemoryMib = Annotated[int | None, Parameter(validator=Number(gte=64), help="Of one search's processes together.")]
 LogJson = Annotated[bool | None, Parameter(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")]
 

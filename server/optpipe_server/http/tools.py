@@ -84,13 +84,12 @@ async def diagnose(asked: Annotated[DiagnoseOptions, Query()], request: Request,
         if not upload.stat().st_size:
             raise InputError("body: it is missing: a trace is expected")
         (wanted := Path(folder) / "wanted").touch()
-        threads = max(1, settings.threads // max(1, settings.solves))
         task = asyncio.create_task(
             context.service.pool.run_longest(
                 diagnosed,
                 Path(folder),
                 asked,
-                threads,
+                settings.threads_each,
                 settings.memory_mib,
                 limit_s=LONGEST_DIAGNOSIS_S,
                 wanted=wanted,

@@ -76,30 +76,6 @@ class Rounds(threading.Thread):
             self._wake.wait(self._every_s)
 
 
-class ThreadBudget:
-    """Shares threads among the searches that run at a time.
-
-    A search that runs alone gets all threads but one for each free slot; every search gets at least one.
-    """
-
-    def __init__(self, total: int, slots: int) -> None:
-        self._left, self._slots = total, slots
-        self._lock = threading.Lock()
-
-    def take(self, most: int | None = None) -> int:
-        """Return the threads for one more search, which can use `most`."""
-        with self._lock:
-            self._slots -= 1
-            taken = max(1, min(self._left - self._slots, self._left if most is None else most))
-            self._left -= taken
-            return taken
-
-    def give_back(self, taken: int) -> None:
-        with self._lock:
-            self._slots += 1
-            self._left += taken
-
-
 class Solves:
     """Runs a `Solve` for each job, and watches them, by the name that the database and the logs have for this worker.
     Its children end with `stop`, and with this process however that ends.
@@ -111,7 +87,7 @@ class Solves:
     def __init__(self, settings: Settings, database: Database, cache: ServiceCache, name: str) -> None:
         self.most, self.name = settings.solves, name
         self.searches = Searches(database, name)
-        self._threads = ThreadBudget(settings.threads, settings.solves)
+        self._threads = settings.threads_each
         self._cache, self._memory_mib = cache, settings.memory_mib
         self._lock = threading.Lock()
         self._running: list[Solve] = []
@@ -133,7 +109,7 @@ class Solves:
         claim = self.searches.begin(job_id)
         if claim is None:
             return None
-        threads = self._threads.take(claim.options.threads)
+        threads = min(self._threads, claim.options.threads or self._threads)
         solve = Solve(self.searches, self._cache, claim, threads, self._memory_mib, should_stop)
         job = {"job": job_id, "attempt": claim.attempt, "worker": self.name}
         log.info("claimed", **job, threads=solve.threads, spent_s=round(claim.spent_s, 3))
@@ -146,7 +122,6 @@ class Solves:
         try:
             return solve.run()
         finally:
-            self._threads.give_back(solve.threads)
             with self._lock:
                 self._running.remove(solve)
 

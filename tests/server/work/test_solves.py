@@ -22,8 +22,8 @@ from optpipe_server.database import InitialResult, Searches
 from optpipe_server.database.changes import MissingError, StaleError
 from optpipe_server.database.jobs import options_of
 from optpipe_server.metrics import REGISTRY
+from optpipe_server.settings import Settings
 from optpipe_server.work import Rounds, solve
-from optpipe_server.work.solves import ThreadBudget
 from optpipe_solver.heuristics import generate
 
 pytestmark = pytest.mark.usefixtures("fake_solver")
@@ -315,16 +315,9 @@ def test_all_descendants_are_ended() -> None:
         process_tree.end(others)
 
 
-def test_threads_are_shared_among_searches() -> None:
-    threads = ThreadBudget(8, 3)
-    first = threads.take()
-    assert (first, threads.take(), threads.take()) == (6, 1, 1)
-    threads.give_back(first)
-    assert threads.take(most=2) == 2
-    threads.give_back(2)
-    assert threads.take() == 6
-    few = ThreadBudget(2, 4)
-    assert [few.take() for _ in range(4)] == [1, 1, 1, 1]
+@pytest.mark.parametrize(("threads", "solves", "each"), [(8, 3, 2), (2, 4, 1), (8, 0, 8)])
+def test_searches_share_threads_equally(threads: int, solves: int, each: int) -> None:
+    assert Settings(threads=threads, solves=solves).threads_each == each
 
 
 def test_a_fork_has_marks_of_its_own() -> None:
