@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
     from optpipe_runtime.measure.drift import Profiler
-    from optpipe_runtime.models.part import as_whole
+    from optpipe_runtime.models.model import as_whole
     from optpipe_runtime.models.stages import stages_of
     from optpipe_runtime.pipeline import Pipeline
     from optpipe_runtime.profiles import Setup, on_all_ranks, profile_layers
@@ -45,7 +45,7 @@ _NAMES = {
     "lowering.plan": "Plan",
     "lowering.prepare": "prepare",
     "measure.drift": "Profiler",
-    "models.part": "as_whole",
+    "models.model": "as_whole",
     "models.stages": "stages_of",
     "pipeline": "Pipeline",
     "profiles": "Setup on_all_ranks profile_layers",

@@ -33,7 +33,7 @@ from optpipe.errors import InputError, did_you_mean
 from optpipe.files import parse_json, read_text
 from optpipe.model.placement import rechunk
 from optpipe.model.problem import Problem
-from optpipe_runtime.models.part import evenly
+from optpipe_runtime.models.model import evenly
 from optpipe_runtime.models.stages import model_of, stages_of
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage.io import LossFn

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.models.part import Part
 from optpipe_runtime.torch_private.tensors import is_wrapped
 
 SEQUENCES, LENGTH = 2, 12
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-3  # relative to the largest number; both runs do the same operations
-Cut = Callable[[Any], list[Part]]
+Cut = Callable[[Any], Sequence[nn.Module]]
 
 
 class Side(NamedTuple):
@@ -84,7 +83,7 @@ def _whole(small: Any) -> Side:
     return Side(forward, [small], parameters)
 
 
-def _row(small: Any, stages: Sequence[Part]) -> Side:
+def _row(small: Any, stages: Sequence[nn.Module]) -> Side:
     """Copies of the stages."""
     parameters: dict[nn.Parameter, list[nn.Parameter]] = {parameter: [] for _, parameter in _trained(small)}
     copies = [copy.deepcopy(stage) for stage in stages]

@@ -16,8 +16,7 @@ from torch.fx.node import map_arg
 from optpipe.errors import InputError
 from optpipe.model.placement import Placement
 from optpipe.schedule import Schedule
-from optpipe_runtime.models.causal_lm import CausalLM
-from optpipe_runtime.models.part import Layers, Model, Part
+from optpipe_runtime.models.model import CausalLM, Layers, Model, Part
 from optpipe_runtime.torch_private.pipelining import StageBase
 from optpipe_runtime.torch_private.tensors import compiled_call, is_compiled, is_wrapped
 

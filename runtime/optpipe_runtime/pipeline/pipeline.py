@@ -34,7 +34,7 @@ from optpipe_runtime.features.host_updates import HostUpdates
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.measured import Measured
 from optpipe_runtime.measure.profiler import Asked
-from optpipe_runtime.models.part import shared_parameters
+from optpipe_runtime.models.model import shared_parameters
 from optpipe_runtime.pipeline.build import Options, make_rank
 from optpipe_runtime.pipeline.post_validation import PostValidation
 from optpipe_runtime.pipeline.step_runner import StepRunner
