@@ -51,7 +51,7 @@ class AnonymousModel(WindowModel):
 
     variables: AnonymousVariables
     _variables = AnonymousVariables
-    _uses_strong_propagation = True
+    _has_points = False
 
     def __init__(self, grid: Grid, incumbent: GridSchedule) -> None:
         super().__init__(grid, incumbent, Window.of_all(incumbent), in_order=False)
@@ -64,7 +64,7 @@ class AnonymousModel(WindowModel):
                 self._start_after(Op(F, s, j), Op(F, t, j), v.grid.forward_delay(t, j))
 
     def _add_no_overlap(self, busy: list[BusyTime]) -> None:
-        """Without points: with strong propagation CP-SAT 9.15 refutes solutions in which a point touches an op."""
+        """Without points, so that strong propagation refutes no solution."""
         super()._add_no_overlap([each for each in busy if each.length > 0])
 
     def _relate_visits(self) -> None:
