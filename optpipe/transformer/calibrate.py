@@ -13,12 +13,8 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
-from optpipe.model.problem import Problem
-from optpipe.transformer.estimate import Estimate
 from optpipe.transformer.gpu import PARAMETERS, Gpu, Parameter
 from optpipe.transformer.iterations import Iteration, iteration_ms
-from optpipe.transformer.times import Clock
-from optpipe.transformer.work import Piece
 
 NAMES: tuple[Parameter, ...] = get_args(Parameter)
 STEP = -1e-3  # of a logarithm, for derivatives: down, since fractions end at 1
@@ -132,46 +128,6 @@ def learn(gpu: Gpu, iterations: Sequence[Iteration], kernels: Sequence[Observati
     for row in iterations:
         gpu = gpu.model_copy(update={"measured": row.on(gpu).extent.joined(gpu.measured)})
     return calibrate(gpu, [*map(observation, iterations), *kernels])
-
-
-def measured_ops(estimated: Estimate, problem: Problem) -> list[Observation]:
-    """The ops of a measured problem, such as `optpipe problem from` makes of a trace, to learn from.
-
-    Parameters
-    ----------
-    estimated
-        What ran: the model, how it was divided, and the run.
-    problem
-        What was measured. Of each stage F counts, and B and W together; the mean over micro-batches that differ.
-
-    Raises
-    ------
-    InputError
-        If the problem has other stages, or one takes no time.
-    """
-
-    def observation(pieces: Sequence[Piece], op: int, measured_ms: float) -> Observation:
-        return Observation(lambda gpu: _ops_ms(estimated.on(gpu).clock, pieces)[op], measured_ms)
-
-    if len(problem.stages) != len(estimated.stages):
-        raise InputError(
-            f"stages = {len(problem.stages)}: expected the {len(estimated.stages)} of the model's division"
-        )
-    observations = []
-    for s, (pieces, stage) in enumerate(zip(estimated.stages, problem.stages, strict=True)):
-        forward = float(np.mean(stage.forward_ms))
-        backward = float(np.mean(stage.backward_input_ms) + np.mean(stage.backward_weight_ms))
-        if min(forward, backward) <= 0:
-            raise InputError(f"stages.{s}: an op takes 0 ms; expected measured times")
-        held = [estimated.pieces[i] for i in pieces]
-        observations += [observation(held, 0, forward), observation(held, 1, backward)]
-    return observations
-
-
-def _ops_ms(clock: Clock, pieces: Sequence[Piece]) -> tuple[float, float]:
-    """F, and B and W together, of these pieces."""
-    forward = sum(clock.forward(piece).ms for piece in pieces)
-    return forward, sum(clock.all_ops(piece).ms for piece in pieces) - forward
 
 
 def _minimize(

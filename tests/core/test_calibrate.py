@@ -13,7 +13,7 @@ from support.examples import examples
 from support.problems import pipeline, stage
 
 from optpipe import InputError
-from optpipe.transformer.calibrate import NAMES, calibrate, covariance, gradient, learn, logarithms, measured_ops
+from optpipe.transformer.calibrate import NAMES, calibrate, covariance, gradient, learn, logarithms
 from optpipe.transformer.calibrate import with_logarithms as gpu_with
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.gpu import PARAMETERS, Extent, Gpu
@@ -113,22 +113,6 @@ def test_few_rows_do_not_make_predictions_sure(count):
     """Eight parameters can follow them, so that errors that are left say little."""
     learned = learn(GPU, timed(some_rows(count), GPU))
     assert learned.unexplained == pytest.approx(GPU.unexplained * min(1.0, len(NAMES) / count) ** 0.5)
-
-
-def test_ops_of_a_measured_problem_tell_of_the_gpu():
-    """Of stages with embedding, layers and head; micro-batches that differ count by their mean."""
-    fractions = {"matmul_fraction": 0.45, "attention_fraction": 0.4, "memory_fraction": 0.6}
-    hidden = GPUS["H100"].model_copy(update=fractions)
-    ran = estimate(MODELS["llama-3-8b"], Parallelism(pp=4, tp=2), GPUS["H100"], Run(microbatches=2))
-    problem = ran.on(hidden).problem
-    first = problem.stages[0]
-    uneven = first.model_copy(update={"forward_ms": (0.5 * first.forward_ms, 1.5 * first.forward_ms)})
-    learned = calibrate(GPUS["H100"], measured_ops(ran, problem.replace(stages=(uneven, *problem.stages[1:]))))
-    for ours, expected in zip(ran.on(learned).problem.stages, problem.stages, strict=True):
-        assert ours.forward_ms == pytest.approx(expected.forward_ms, rel=0.02)
-        assert ours.backward_input_ms == pytest.approx(expected.backward_input_ms, rel=0.05)
-    with pytest.raises(InputError, match=r"^stages = 4: expected the 2 of the model's division$"):
-        measured_ops(estimate(ran.shape, Parallelism(pp=2, tp=2), hidden, ran.run), problem)
 
 
 def kernels_of(gpu: Gpu, peak: float = 2.25e15) -> str:
