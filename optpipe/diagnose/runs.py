@@ -192,7 +192,8 @@ def _megatrons(training: TrainingSteps) -> Order:
         )
     if any(each.op.kind not in (Kind.F, Kind.BW) for each in training.ops):
         raise InputError("not all starts were measured, and B and W are apart: no order is known")
-    return tuple(tuple(ops) for ops in megatron.order(devices, stages // devices, training.microbatches, devices))
+    groups = megatron.in_groups(training.microbatches, devices)
+    return tuple(map(tuple, megatron.order(devices, stages // devices, groups)))
 
 
 def _comparable(runs: Sequence[_Run], replicas: int, unused: list[str]) -> list[_Run]:

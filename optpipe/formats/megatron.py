@@ -8,7 +8,7 @@ how many micro-batches pass a chunk in a row. Which layers a stage has is free: 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, groupby, pairwise, takewhile, zip_longest
 from shlex import quote
@@ -27,7 +27,6 @@ from optpipe.schedule import Schedule
 
 OURS = "optpipe_runtime.megatron.forward_backward_func runs the schedule as it is"
 EMBEDDING, DECODER, PREDICTION, LOSS = "E", "t", "m", "L"
-Order = Sequence[Sequence[Op]]  # by rank
 # As Megatron's scripts name arguments, and Megatron-Bridge's configurations with _ for -, by our short names.
 NAMES = {
     "pipeline-model-parallel-size": "pp",
@@ -130,12 +129,10 @@ def require_order(schedule: Schedule) -> int:
     differs, such as an offload."""
     chunks, group = _chunks(schedule), _group(schedule)
     m, ranks = schedule.problem.microbatches, len(schedule.problem.devices)
-    if group is None:
-        raise InputError(f"microbatches = {m}: with {chunks} chunks a rank Megatron needs at least {ranks}; {OURS}")
     combined = any(program.table[:, JOINED].any() for program in schedule.programs)
     if combined and chunks == 1 < ranks:
         raise InputError(f"chunks = 1: Megatron's combined 1F1B needs two or more a rank; {OURS}")
-    if difference := _difference(schedule, (combined_order if combined else order)(ranks, chunks, m, group)):
+    if difference := _difference(schedule, (combined_order if combined else order)(ranks, chunks, in_groups(m, group))):
         d, item, expected = difference
         name = "1F1B" if chunks == 1 else f"{'combined' if combined else 'interleaved'} 1F1B in groups of {group}"
         advice = hint(item) if isinstance(item, Op) else ""
@@ -216,11 +213,13 @@ def read(found: dict[str, str], rest: str, problem: Problem) -> Schedule:
         raise InputError(f"pipeline-model-parallel-size = {found['pp']}: the problem has {ranks} devices")
     if "layout" in found or "pattern" in found:
         layers = [n + (modules > 0) for n, modules in zip(*read_stages(found, ranks), strict=True)]
-        layers[0], layers[-1], chunks = layers[0] + 1, layers[-1] + 1, len(layers) // ranks
+        layers[0] += 1
+        layers[-1] += 1  # of one stage both
+        chunks = len(layers) // ranks
     placed = Placement.from_dict({"chunks": chunks, "layers": layers}, "arguments").apply(problem)
     if chunks > 1 and group not in _groups(ranks, m):
         raise InputError(f"groups of {group}: Megatron takes at least {ranks} of {m} micro-batches, the last ones, too")
-    programs = tuple(map(Program.from_items, order(ranks, chunks, m, group)))
+    programs = tuple(map(Program.from_items, order(ranks, chunks, in_groups(m, group))))
     return Schedule(placed, programs, method="interleaved" if chunks > 1 else "1f1b")
 
 
@@ -301,65 +300,67 @@ def _read_pattern(text: str, letters: Sequence[str]) -> tuple[list[int], list[in
     return layers, [*[0] * (len(layers) - 1), len(predicting)]
 
 
-def order(ranks: int, chunks: int, microbatches: int, group: int) -> Order:
-    """Megatron's order of ops, in which `group` micro-batches pass each chunk of a rank in a row.
+def order(ranks: int, chunks: int, groups: Sequence[Sequence[int]]) -> list[list[Op]]:
+    """Megatron's order of ops, in which each group of micro-batches, the largest first, passes each chunk of a rank in
+    a row.
 
     With one chunk rank r begins with p - r - 1 forwards, with v of them with 2(p - r - 1) + (v - 1)·group; then come
     one forward and one backward in turn (`get_pp_rank_microbatches`, `get_schedule_table`).
     """
-    table = [
-        (chunk, j)
-        for start in range(0, microbatches, group)
-        for chunk in range(chunks)
-        for j in range(start, min(start + group, microbatches))
-    ]
-    programs = []
+    table, programs = visits(groups, range(chunks)), []
     for r in range(ranks):
         forwards = [Op(Kind.F, chunk * ranks + r, j) for chunk, j in table]
         backwards = [Op(Kind.BW, (chunks - 1 - chunk) * ranks + r, j) for chunk, j in table]
         last = ranks - r - 1
-        warm_up = min(len(table), last if chunks == 1 else 2 * last + (chunks - 1) * group)
+        warm_up = min(len(table), last if chunks == 1 else 2 * last + (chunks - 1) * len(groups[0]))
         in_turn = chain.from_iterable(zip_longest(forwards[warm_up:], backwards))
         programs.append([*forwards[:warm_up], *(op for op in in_turn if op is not None)])
     return programs
 
 
-def combined_order(ranks: int, chunks: int, microbatches: int, group: int) -> list[list[Op | Pair]]:
-    """That of `overlap_moe_expert_parallel_comm`: rank r begins with 2(p - r - 1) + (v - 1)·group + 1 forwards."""
-    lists = []
-    for r, ops in enumerate(order(ranks, chunks, microbatches, group)):
+def combined_order(ranks: int, chunks: int, groups: Sequence[Sequence[int]]) -> list[list[Op | Pair]]:
+    """That of `overlap_moe_expert_parallel_comm`: rank r begins with 2(p - r - 1) + (v - 1)·group + 1 forwards, then
+    come pairs of a forward and a backward, then the backwards left."""
+    lists: list[list[Op | Pair]] = []
+    for r, ops in enumerate(order(ranks, chunks, groups)):
         forwards, backwards = ([op for op in ops if op.kind is kind] for kind in (Kind.F, Kind.BW))
-        lists.append(in_pairs(forwards, backwards, 2 * (ranks - r - 1) + (chunks - 1) * group + 1))
+        alone = min(len(forwards), 2 * (ranks - r - 1) + (chunks - 1) * len(groups[0]) + 1)
+        pairs = map(Pair, forwards[alone:], backwards)
+        lists.append([*forwards[:alone], *pairs, *backwards[len(forwards) - alone :]])
     return lists
 
 
-def in_pairs(forwards: Sequence[Op], backwards: Sequence[Op], alone: int) -> list[Op | Pair]:
-    """So many forwards, then a pair of each further one and a backward, then the backwards left."""
-    alone = min(alone, len(forwards))
-    return [*forwards[:alone], *map(Pair, forwards[alone:], backwards), *backwards[len(forwards) - alone :]]
+def in_groups(microbatches: int, size: int) -> list[range]:
+    """The micro-batches in groups of this size; the last one may have fewer."""
+    return [range(start, min(start + size, microbatches)) for start in range(0, microbatches, size)]
+
+
+def visits(groups: Iterable[Sequence[int]], chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Interleave: group by group, chunk by chunk, the group's micro-batches. Returns chunk and micro-batch."""
+    return [(c, j) for group in groups for c in chunks for j in group]
 
 
 def _chunks(schedule: Schedule) -> int:
     return len(schedule.problem.stages) // len(schedule.problem.devices)
 
 
-def _group(schedule: Schedule) -> int | None:
+def _group(schedule: Schedule) -> int:
     """How many micro-batches pass the first stage before its device turns to another one, if Megatron takes groups of
-    this size: not fewer micro-batches than ranks, nor a smaller last group. Else the smallest that it takes, if any."""
+    this size: not fewer micro-batches than ranks, nor a smaller last group. Else `least_group`."""
     ranks, m = len(schedule.problem.devices), schedule.problem.microbatches
-    if _chunks(schedule) == 1:
-        return 1
     first = schedule.programs[schedule.problem.stages[0].device]
     passed = sum(1 for _ in takewhile(lambda item: isinstance(item, Op) and item.stage == 0, first))
-    sizes = _groups(ranks, m)
-    return passed if passed in sizes else min(sizes, default=None)
+    least = least_group(ranks, _chunks(schedule), m)
+    return passed if _chunks(schedule) > 1 and passed in _groups(ranks, m) else least
 
 
 def least_group(ranks: int, chunks: int, microbatches: int) -> int:
     """The fewest micro-batches that pass a chunk in a row. Raises InputError if Megatron takes more of them only."""
     sizes = _groups(ranks, microbatches) if chunks > 1 else [1]
     if not sizes:
-        raise InputError(f"microbatches = {microbatches}: with {chunks} chunks a rank Megatron needs at least {ranks}")
+        raise InputError(
+            f"microbatches = {microbatches}: with {chunks} chunks a rank Megatron needs at least {ranks}; {OURS}"
+        )
     return min(sizes)
 
 

@@ -30,11 +30,11 @@ OURS = "; optpipe_runtime.megatron.forward_backward_func runs the schedule as it
 
 @pytest.mark.parametrize(("p", "m", "group"), [(2, 8, 2), (2, 8, 4), (2, 7, 5), (3, 9, 9), (2, 5, 3)])
 def test_the_group_is_found_by_the_order(p: int, m: int, group: int) -> None:
-    programs = tuple(map(Program.from_items, megatron.order(p, 3, m, group)))
+    programs = tuple(map(Program.from_items, megatron.order(p, 3, megatron.in_groups(m, group))))
     found = export_schedule(Schedule(units(p, m, v=3), programs), "megatron").splitlines()
     assert found[1] == "--num-virtual-stages-per-pipeline-rank 3"
     (text,) = re.findall(r"^--microbatch-group-size-per-virtual-pipeline-stage (\d+)$", found[2])
-    assert megatron.order(p, 3, m, int(text)) == megatron.order(p, 3, m, group)
+    assert megatron.order(p, 3, megatron.in_groups(m, int(text))) == megatron.order(p, 3, megatron.in_groups(m, group))
 
 
 @pytest.mark.parametrize(("p", "m", "has"), [(4, 8, True), (2, 3, True), (4, 11, True), (3, 10, False), (4, 3, False)])
@@ -151,11 +151,17 @@ def test_arguments_are_read_back_as_the_schedule(data: st.DataObject, ranks: int
     if not sizes or count < 2:
         return
     group = data.draw(st.sampled_from(sizes))
-    programs = tuple(map(Program.from_items, megatron.order(ranks, chunks, m, group)))
+    programs = tuple(map(Program.from_items, megatron.order(ranks, chunks, megatron.in_groups(m, group))))
     text = export_schedule(Schedule(placed, programs), "megatron")
     read = imported(f"torchrun train.py {text}".replace("\n", " \\\n"), row, "run.sh")
     assert (read.programs, read.problem.stages) == (programs, placed.stages)
     assert export_schedule(read, "megatron") == text
+
+
+def test_the_only_stage_has_embedding_and_head() -> None:
+    row = problems.pipeline(1, 2, 10**9, problems.stage(), layers=[EMBEDDING, LAYER, LAYER, HEAD])
+    text = "--pipeline-model-parallel-size 1 --pipeline-model-parallel-layout EttL"
+    assert imported(text, row, "run.sh").problem.stages[0].forward_ms == 1 + 2 * 4 + 8
 
 
 @pytest.mark.parametrize(
@@ -181,7 +187,9 @@ def test_arguments_are_read_back_as_the_schedule(data: st.DataObject, ranks: int
 )
 def test_arguments_that_are_not_of_the_problem_are_refused(text: str, said: str | None) -> None:
     if said is None:
-        assert imported(text, LAYERED, "run.txt").programs == tuple(map(Program.from_items, megatron.order(2, 1, 2, 1)))
+        assert imported(text, LAYERED, "run.txt").programs == tuple(
+            map(Program.from_items, megatron.order(2, 1, megatron.in_groups(2, 1)))
+        )
         return
     with pytest.raises(InputError, match=said):
         imported(text, LAYERED, "run.txt")

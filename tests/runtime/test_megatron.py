@@ -347,7 +347,7 @@ def test_an_option_that_nobody_has_looked_at_is_refused_and_a_class_of_your_own_
 def test_its_own_order_is_what_the_export_compares_with(p: int, chunks: int, m: int, group: int) -> None:
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-    for rank, ops in enumerate(form.order(p, chunks, m, group)):
+    for rank, ops in enumerate(form.order(p, chunks, form.in_groups(m, group))):
         groups = SimpleNamespace(
             pp_group=SimpleNamespace(size=lambda: p, rank=lambda: rank),  # noqa: B023
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
@@ -362,7 +362,7 @@ def test_its_own_order_is_what_the_export_compares_with(p: int, chunks: int, m: 
             *_, alone, left = get_pp_rank_microbatches(
                 m, chunks, group, overlap_moe_expert_parallel_comm=True, p2p_communicator=groups
             )
-            beside = form.combined_order(p, chunks, m, group)[rank]
+            beside = form.combined_order(p, chunks, form.in_groups(m, group))[rank]
             forwards, backwards = ([op for op in ops if op.kind == kind] for kind in kinds)
             pairs = [Pair(forwards[alone + k], backwards[k]) for k in range(left)]  # as its loop in the steady state
             assert beside == [*forwards[:alone], *pairs, *backwards[left:]]

@@ -163,7 +163,7 @@ def test_the_manager_copies_what_our_schedule_does(offload: Any, data: st.DataOb
     plain = units(p, m, offload_ms=0.1, reload_ms=0.1, offload_bytes=1)
     stages = [plain.stages[c % p] for c, chunk in enumerate(saved) for _ in chunk]
     problem = plain.replace(stages=stages, transfer_mode="full_duplex")
-    orders = megatron.order(p, v, m, p if v > 1 else 1)
+    orders = megatron.order(p, v, megatron.in_groups(m, p if v > 1 else 1))
     try:
         schedule = offloading(problem, groups, 1e-3, fraction, delta)
     except InputError:  # what it is about is true

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from optpipe.errors import InputError
-from optpipe.formats.megatron import in_pairs
+from optpipe.formats import megatron
 from optpipe.model.ops import Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
@@ -16,8 +16,6 @@ from optpipe_solver.systems.system import (
     in_order,
     published,
     recomputed_stages,
-    visits,
-    warmed_up,
 )
 
 
@@ -27,7 +25,10 @@ def gpipe(problem: Problem) -> Schedule:
 
     Bubble (p-1)/(p-1+m) of the time; m activations on every device.
     """
-    return _in_phases(problem, [problem.microbatches] * len(problem.stages), _fused)
+    lists: list[list[Op]] = [[] for _ in problem.devices]
+    for s, stage in enumerate(problem.stages):
+        lists[stage.device] = [Op(kind, s, j) for kind in (Kind.F, Kind.BW) for j in range(problem.microbatches)]
+    return in_order(problem, lists)
 
 
 @published("1f1b", "Narayanan et al. 2021 (PipeDream-Flush); survey")
@@ -36,7 +37,7 @@ def one_f_one_b(problem: Problem) -> Schedule:
 
     Then it runs one forward, one backward. GPipe's bubble; p - s activations at most.
     """
-    return _in_phases(problem, range(len(problem.stages))[::-1], _fused)
+    return _by_rank(problem, megatron.order)
 
 
 @published("interleaved", "Narayanan et al. 2021 (Megatron-LM), section 2.2; survey", least=2, most=None, chunks=2)
@@ -51,7 +52,7 @@ def interleaved(problem: Problem) -> Schedule:
     smaller last group would deadlock: the backwards of one group wait for forwards of the next.) Fewer than p are one
     group.
     """
-    return _in_turns(problem, _fused)
+    return _by_rank(problem, megatron.order)
 
 
 @published("combined-1f1b", "megatron-core 0.16.1, combined_1f1b.py", least=1, most=None, chunks=2)
@@ -64,10 +65,7 @@ def combined(problem: Problem) -> Schedule:
     """
     if problem.overlap_factor is None:
         raise InputError("overlap_factor is missing: combined-1f1b runs forwards beside backwards")
-    lists: list[list[Op | Pair]] = [[] for _ in problem.devices]
-    for device, forwards, backwards, warm_up in _turns(problem):
-        lists[device] = in_pairs(forwards, [Op(Kind.BW, s, j) for s, j in backwards], warm_up + 1)
-    return in_order(problem, lists)
+    return _by_rank(problem, megatron.combined_order)
 
 
 @published("interleaved-recompute", "PipeOffload, Wan et al. 2025, section 5.5", least=2, most=None, chunks=2)
@@ -81,24 +79,17 @@ def interleaved_recomputed(problem: Problem, recomputed: int | None = None, leve
     """
     chunks = count_chunks(problem) if recomputed is None else recomputed
     shallow = recomputed_stages(problem, chunks, level, "interleaved-recompute")
-    return _in_turns(problem, lambda s, j: [Op(Kind.C, s, j, level)] * (s in shallow) + _fused(s, j))
+    return _recomputing(interleaved(problem), shallow, level)
 
 
-def _in_turns(problem: Problem, backward: Callable[[int, int], list[Op]]) -> Schedule:
-    lists: list[list[Op]] = [[] for _ in problem.devices]
-    for device, forwards, backwards, warm_up in _turns(problem):
-        lists[device] = warmed_up(forwards, [backward(s, j) for s, j in backwards], warm_up)
-    return in_order(problem, lists)
-
-
-def _turns(problem: Problem) -> Iterator[tuple[int, list[Op], list[tuple[int, int]], int]]:
-    """Yield each device with its forwards, stage and micro-batch of its backwards, and its warm-up."""
+def _by_rank(problem: Problem, order: Callable[[int, int, Sequence[range]], Sequence[Sequence[Op | Pair]]]) -> Schedule:
+    """The schedule with this order of ops of each rank of looped stages, in even groups."""
     p = count_devices(problem)
-    chunks, groups = range(count_chunks(problem)), even_groups(problem.microbatches, p)
-    for i in range(p):
-        forwards = [Op(Kind.F, c * p + i, j) for c, j in visits(groups, chunks)]
-        backwards = [(c * p + i, j) for c, j in visits(groups, chunks[::-1])]
-        yield problem.stages[i].device, forwards, backwards, 2 * (p - i - 1) + (len(chunks) - 1) * len(groups[0])
+    lists: list[Sequence[Op | Pair]] = [[] for _ in problem.devices]
+    by_rank = order(p, count_chunks(problem), even_groups(problem.microbatches, p))
+    for stage, ops in zip(problem.stages, by_rank, strict=False):  # the first chunk of each rank
+        lists[stage.device] = ops
+    return in_order(problem, lists)
 
 
 @published("1f1b-recompute", "survey, section on activation checkpointing")
@@ -116,21 +107,16 @@ def recomputed(problem: Problem, every: int = 1, level: int = 0) -> Schedule:
         raise InputError(
             f"every = {every}: 1f1b-recompute computes every micro-batch again (1), every second (2), and so on"
         )
-    stages = recomputed_stages(problem, 1, level, "1f1b-recompute")
-
-    def backward(s: int, j: int) -> list[Op]:
-        return [*([Op(Kind.C, s, j, level)] if (j + 1) % every == 0 else []), Op(Kind.BW, s, j)]
-
-    return _in_phases(problem, stages[::-1], backward)
+    return _recomputing(one_f_one_b(problem), recomputed_stages(problem, 1, level, "1f1b-recompute"), level, every)
 
 
-def _fused(stage: int, microbatch: int) -> list[Op]:
-    return [Op(Kind.BW, stage, microbatch)]
-
-
-def _in_phases(problem: Problem, warm_up: Sequence[int], backward: Callable[[int, int], list[Op]]) -> Schedule:
-    lists: list[list[Op]] = [[] for _ in problem.devices]
-    for s, stage in enumerate(problem.stages):
-        forwards = [Op(Kind.F, s, j) for j in range(problem.microbatches)]
-        lists[stage.device] = warmed_up(forwards, [backward(s, j) for j in range(problem.microbatches)], warm_up[s])
-    return in_order(problem, lists)
+def _recomputing(schedule: Schedule, stages: range, level: int, every: int = 1) -> Schedule:
+    """The schedule with a C by this level right before each backward of these stages, of every n-th micro-batch."""
+    lists: list[list[Op]] = []
+    for program in schedule.programs:
+        lists.append([])
+        for op in program.ops():
+            if op.kind is Kind.BW and op.stage in stages and (op.microbatch + 1) % every == 0:
+                lists[-1].append(Op(Kind.C, op.stage, op.microbatch, level))
+            lists[-1].append(op)
+    return in_order(schedule.problem, lists)

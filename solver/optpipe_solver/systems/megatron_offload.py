@@ -55,7 +55,7 @@ def offloading(
     if problem.shared_links:
         raise InputError(f"devices share the link {min(problem.shared_links)!r}: Megatron orders no copies of several")
     programs, leaving = list[Program](), dict[Visit, list[Group]]()
-    for r, order in enumerate(megatron.order(p, v, m, megatron.least_group(p, v, m))):
+    for r, order in enumerate(megatron.order(p, v, megatron.in_groups(m, megatron.least_group(p, v, m)))):
         chunks = {c: Chunk(runs[c][1], [(s, g) for s in runs[c][1] for g in groups[s]]) for c in range(r, p * v, p)}
         backward = [(op.stage, op.microbatch) for op in order if op.kind is Kind.BW]
         stays = staying(chunks, backward, fraction, r * delta)

@@ -16,6 +16,7 @@ import numpy as np
 
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.objective import TOLERANCE
+from optpipe.formats.megatron import visits
 from optpipe.lift import lift_table
 from optpipe.model.arrays import Floats, Table
 from optpipe.model.costs import FORWARDS, GRADIENTS
@@ -31,7 +32,6 @@ from optpipe_solver.systems.system import (
     distinct_slots,
     in_order,
     published,
-    visits,
     warmed_up,
 )
 

@@ -144,11 +144,6 @@ def even_groups(m: int, size: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(ends)]
 
 
-def visits(groups: Iterable[Sequence[int]], chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """Interleave: group by group, chunk by chunk, the group's micro-batches. Returns chunk and micro-batch."""
-    return [(c, j) for group in groups for c in chunks for j in group]
-
-
 def distinct_slots(first: int, chunks: int, apart: int) -> list[int]:
     """Return the slots of a device's chunks, each at least `apart` after the one before, no two the same modulo their
     number, so that chunks do not collide when all is repeated.

@@ -55,7 +55,7 @@ def recorded(job: Job) -> Recording:
     random = np.random.default_rng(job.seed)
     ahead = random.uniform(-500, 500, job.devices)
     p2p_ms = 5.0 * (job.factor - 1) if job.fault == "messages" else 0.05
-    order = megatron.order(job.devices, 1, job.microbatches, 1)
+    order = megatron.order(job.devices, 1, megatron.in_groups(job.microbatches, 1))
     if job.fault == "order":  # one micro-batch at a time
         each = [(kind, j) for j in range(job.microbatches) for kind in (Kind.F, Kind.BW)]
         order = [[Op(kind, d, j) for kind, j in each] for d in range(job.devices)]
