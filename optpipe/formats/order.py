@@ -9,12 +9,13 @@ import numpy as np
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.validity import complaints
 from optpipe.model.arrays import Ints
-from optpipe.model.ops import Kind, Op, Pair
+from optpipe.model.ops import BACKWARD, Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, MICROBATCH, STAGE
 from optpipe.schedule import Schedule
 
 OFFLOAD = (Kind.O, Kind.D, Kind.R)
+WAYS = {Kind.F: "F"} | dict.fromkeys(BACKWARD, "B")  # the letter of the message that an op gets, and of what it sends
 
 
 def require_one_route(problem: Problem, where: str) -> None:
@@ -32,6 +33,14 @@ def require_runnable(schedule: Schedule) -> None:
     """Raises ScheduleError if the schedule cannot run. Whether it fits the memory does not matter."""
     if wrong := complaints(schedule.problem, schedule.links, schedule.compiled.rows, schedule.compiled.index):
         raise ScheduleError(wrong[0])
+
+
+def receiver(op: Op, stages: int) -> int | None:
+    """The stage that gets what an op sends; None if it sends nothing."""
+    if op.kind not in WAYS:
+        return None
+    to = op.stage + (1 if op.kind == Kind.F else -1)
+    return to if 0 <= to < stages else None
 
 
 def forwards_of(schedule: Schedule, stage: int) -> Ints:

@@ -15,21 +15,22 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.formats.order import (
+    WAYS,
     forwards_of,
     hint,
     in_one_order,
     numbered_as_computed,
+    receiver,
     require_one_route,
     require_runnable,
 )
-from optpipe.model.ops import BACKWARD, Kind, Op, Pair
+from optpipe.model.ops import Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program, of_kinds
 from optpipe.schedule import Schedule
 
 FORMAT = "optpipe.primus/1"
 NAMES = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "BW", Kind.D: "O", Kind.R: "R"}
-WAYS = {Kind.F: "F"} | dict.fromkeys(BACKWARD, "B")  # the letter of the message that an op gets, and of what it sends
 Node = list[Any]  # func_type, mini_batch, chunk, args
 
 
@@ -106,13 +107,6 @@ class Chunks:
                 "have as many"
             )
 
-    def to(self, op: Op) -> int | None:
-        """The stage that gets what an op sends; None if it sends nothing."""
-        if op.kind not in WAYS:
-            return None
-        s = op.stage + (1 if op.kind == Kind.F else -1)
-        return s if 0 <= s < len(self.rank) else None
-
     def direction(self, s: int, step: int) -> list[Any]:
         """As in `direction_map`: prev rank, next rank, recv_from_chunk, send_to_chunk."""
         ends = range(len(self.rank))
@@ -136,7 +130,7 @@ def _table(schedule: Schedule, chunks: Chunks) -> list[list[Node]]:
             raise InputError(f"{op} in the program of device {rank}: {only}{hint(op)}")
         if op.kind == Kind.O:
             continue  # begins with the end of its F
-        chunk, to = chunks.chunk[op.stage], chunks.to(op)
+        chunk, to = chunks.chunk[op.stage], receiver(op, len(chunks.rank))
         offloads = op.kind == Kind.F and (op.stage, op.microbatch) in leaving
         table[rank].append([NAMES[op.kind], op.microbatch, chunk, {"should_offload": True} if offloads else None])
         if to is not None:

@@ -11,15 +11,24 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from math import inf
 
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.formats.order import OFFLOAD, hint, in_one_order, numbered_as_computed, require_one_route, require_runnable
-from optpipe.model.ops import BACKWARD, Kind, Op, Pair
+from optpipe.formats.order import (
+    OFFLOAD,
+    WAYS,
+    hint,
+    in_one_order,
+    numbered_as_computed,
+    receiver,
+    require_one_route,
+    require_runnable,
+)
+from optpipe.model.ops import Kind, Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.model.program import Program, of_kinds
 from optpipe.schedule import Schedule
@@ -27,7 +36,6 @@ from optpipe.schedule import Schedule
 LETTER = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 BY_LETTER = {letter: kind for kind, letter in LETTER.items()}
 WEIGHTS = (Kind.W, Kind.BW)
-RECEIVED = {Kind.F: "F"} | dict.fromkeys(BACKWARD, "B")  # the letter of a message to such an op
 
 ACTION = re.compile(r"(\d{1,9})([FIBW])(\d{1,9})")
 _OTHER = re.compile(r"\d+(?:(?:SEND|RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
@@ -90,13 +98,16 @@ def rows(
         cells += [_text(item), *arrived[device]]
         arrived[device].clear()
         for op in ops:
-            received = f"{op.stage}RECV_{RECEIVED.get(op.kind)}{op.microbatch}"
+            received = f"{op.stage}RECV_{WAYS.get(op.kind)}{op.microbatch}"
             if got := sent.pop(received, None):
                 arrived[got[0]].append(got[1])
         for op in ops if messages else ():
-            for send, receive, to in _messages(op, devices):
+            to = receiver(op, len(devices))
+            if to is not None and devices[to] != device:
+                way, j = WAYS[op.kind], op.microbatch
+                send, receive = f"{op.stage}SEND_{way}{j}", f"{to}RECV_{way}{j}"
                 cells.append(send)
-                texts[to].append(receive)
+                texts[devices[to]].append(receive)
                 if waits:
                     sent[receive] = device, send.replace("SEND", "WAIT_SEND")
         for op in ops:
@@ -171,16 +182,6 @@ def _text(item: Op | Pair) -> str:
     if isinstance(item, Pair):
         return f"({_text(item.first)};{_text(item.second)})OVERLAP_F_B"
     return f"{item.stage}{LETTER[item.kind]}{item.microbatch}" if item.kind in LETTER else str(item)
-
-
-def _messages(op: Op, devices: Sequence[int]) -> list[tuple[str, str, int]]:
-    """What an op sends to another device: the send, the receive, and the device that receives."""
-    s, j = op.stage, op.microbatch
-    letter = RECEIVED.get(op.kind, "")
-    to = {"F": s + 1, "B": s - 1}.get(letter, s)
-    if not 0 <= to < len(devices) or devices[to] == devices[s]:
-        return []
-    return [(f"{s}SEND_{letter}{j}", f"{to}RECV_{letter}{j}", devices[to])]
 
 
 def _items(line: str, what: str) -> Iterator[Op | Pair]:
