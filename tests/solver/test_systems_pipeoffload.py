@@ -331,7 +331,8 @@ def test_any_stages_have_a_schedule_and_transfers_delay_nothing_beyond_the_block
         if name.startswith("po"):
             block, slot_ms = uniform_block(problem)
             v = len(problem.stages) // len(problem.devices)
-            end = max(block.weight or []) + block.lasts[2] + (problem.microbatches - 1) * v * slot_ms
+            launched = (problem.microbatches - 1) * v * slot_ms
+            end = max(block.weight or []) + float(problem.costs.ms[Kind.W].max()) + launched
             assert schedule.makespan_ms <= end + 1e-6
 
 

@@ -10,8 +10,7 @@ from support.problems.units import ACTIVATION, peaks, units
 
 from optpipe import Schedule, check
 from optpipe_solver.systems import generate
-from optpipe_solver.systems.block import Block, collisions, repeat, slots, with_weights
-from optpipe_solver.systems.system import by_slot
+from optpipe_solver.systems.block import Block, repeat, with_weights
 
 GRADIENT = 300  # bytes that a weight gradient still needs
 NAMES = ("zb-v", "v-half", "v-min")
@@ -138,7 +137,7 @@ def test_v_auto_asks_what_each_device_has_room_for(data, p, m):
 
 def one_f_one_b(p):
     """1F1B's block (Qi et al. 2024): F one slot, the fused backward two, a micro-batch every three."""
-    return Block(forward=range(p), backward=[p + 2 * (p - 1 - s) for s in range(p)], lasts=(1, 2, 0))
+    return Block(forward=range(p), backward=[p + 2 * (p - 1 - s) for s in range(p)])
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
@@ -148,14 +147,9 @@ def test_the_block_of_1f1b_repeated_is_1f1b(p, m):
     assert repeat(problem, one_f_one_b(p), range(0, 3 * m, 3)).programs == generate("1f1b", problem).programs
 
 
-def test_ops_in_one_slot_are_refused_or_wait():
-    problem, launches = units(3, 4), range(0, 8, 2)
-    block = one_f_one_b(3)
-    with pytest.raises(ValueError, match=r"^block: 0BW0 and 0F4 collide in slot 8"):
-        repeat(units(3, 5), block, [0, 3, 6, 9, 8])
-    placed = slots(block, launches)
-    assert collisions(problem, block, *placed)
-    schedule = by_slot(problem, *placed)
+def test_ops_in_one_slot_wait():
+    problem, block = units(3, 4), one_f_one_b(3)
+    schedule = repeat(problem, block, range(0, 8, 2))
     assert check(problem, schedule) == []
     assert schedule.makespan_ms < repeat(problem, block, range(0, 40, 10)).makespan_ms
 

@@ -14,7 +14,7 @@ import numpy as np
 from optpipe.model.arrays import Floats, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
+from optpipe.model.program import KIND, MICROBATCH, STAGE
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.system import by_slot
 
@@ -26,52 +26,32 @@ class Block:
     forward: Sequence[float]
     backward: Sequence[float]
     weight: Sequence[float] | None = None  # None: B and W are fused
-    lasts: tuple[float, float, float] = (1, 1, 1)  # slots of F, B (or BW), W
 
     @property
-    def passes(self) -> list[tuple[Kind, Sequence[float], float]]:
-        """Each kind of op, its slots by stage, and how long it lasts."""
-        f, b, w = self.lasts
+    def passes(self) -> list[tuple[Kind, Sequence[float]]]:
+        """Each kind of op, and its slots by stage."""
         if self.weight is None:
-            return [(Kind.F, self.forward, f), (Kind.BW, self.backward, b)]
-        return [(Kind.F, self.forward, f), (Kind.B, self.backward, b), (Kind.W, self.weight, w)]
+            return [(Kind.F, self.forward), (Kind.BW, self.backward)]
+        return [(Kind.F, self.forward), (Kind.B, self.backward), (Kind.W, self.weight)]
 
 
 def repeat(problem: Problem, block: Block, launches: Sequence[float]) -> Schedule:
     """Repeat the block for each micro-batch j, from slot launches[j] on.
 
-    A device's ops are in the order of the slots, and each runs as soon as it can (squeezed, as the paper has it).
-
-    Raises ValueError if two ops of a device take one slot: the block or the launches are wrong. If such ops are to be
-    moved instead, `by_slot(problem, *slots(block, launches))` lets the later one wait.
+    A device's ops are in the order of the slots, and each runs as soon as it can (squeezed, as the paper has it); of
+    two in one slot the later one waits.
     """
-    table, slot = slots(block, launches)
-    for pair in collisions(problem, block, table, slot):
-        a, b = Program(table[list(pair)]).ops()
-        raise ValueError(f"block: {a} and {b} collide in slot {slot[pair[1]]:g}")
-    return by_slot(problem, table, slot)
+    return by_slot(problem, *slots(block, launches))
 
 
 def slots(block: Block, launches: Sequence[float]) -> tuple[Table, Floats]:
     """Return rows of a program's table, by kind, stage and micro-batch, and the slot in which each op starts."""
-    kinds, starts, _ = zip(*block.passes, strict=True)
+    kinds, starts = zip(*block.passes, strict=True)
     slot = np.add.outer(np.array(starts, dtype=np.float64), launches)
     table = np.zeros((*slot.shape, 5), dtype=np.int32)
     table[..., KIND] = np.array(kinds)[:, None, None]
     _, table[..., STAGE], table[..., MICROBATCH] = np.indices(slot.shape)
     return table.reshape(-1, 5), slot.ravel()
-
-
-def collisions(problem: Problem, block: Block, table: Table, slot: Floats) -> list[tuple[int, int]]:
-    """Return pairs of rows: ops next to each other on a device, the second starting before the first has ended."""
-    lasts = np.zeros(len(Kind))
-    for kind, _, length in block.passes:
-        lasts[kind] = length
-    device = problem.costs.device[table[:, STAGE]]
-    order = np.lexsort((slot, device))
-    a, b = order[:-1], order[1:]
-    collide = (device[a] == device[b]) & (slot[a] + lasts[table[a, KIND]] > slot[b])
-    return list(zip(a[collide].tolist(), b[collide].tolist(), strict=True))
 
 
 def with_weights(problem: Problem, block: Block, interval: int) -> Block:

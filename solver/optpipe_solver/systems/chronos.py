@@ -130,7 +130,6 @@ def _block(p: int, there: Sequence[int], back: Sequence[int], beats: _Beats) -> 
     return Block(
         forward=[beats.start(n + i) - BW * i for n in there for i in range(p)],
         backward=[beats.start(n + 1) - BW * (i + 1) for n in back for i in range(p)],
-        lasts=(F, BW, 0),
     )
 
 

@@ -129,7 +129,7 @@ def pipe_offload(problem: Problem, leaving: int) -> Schedule:
     block, slot_ms = uniform_block(problem, v - leaving)
     table, start = slots(block, [j * v * slot_ms for j in range(problem.microbatches)])
     forward, backward, _ = start.reshape(3, len(problem.stages), -1)
-    lives = forward + block.lasts[0], backward
+    lives = forward + _longest(problem)[0], backward
     return _offloaded(problem, table, start, lives, leaving, slot_ms)
 
 
@@ -193,7 +193,7 @@ def uniform_block(problem: Problem, staying: int = 0) -> tuple[Block, float]:
     x = max(f + h, n * T - (back_g * T - b - h) / max(1, d - 1))
     forward = [there[c] * T + i * x for c in range(v) for i in range(d)]
     backward = [(back[c] + n * (d - 1 - i)) * T + i * x + f for c in range(v) for i in range(d)]
-    return Block(forward, backward, [start + b for start in backward], (f, b, w)), T
+    return Block(forward, backward, [start + b for start in backward]), T
 
 
 def _longest(problem: Problem) -> tuple[float, float, float]:
@@ -218,9 +218,6 @@ class Slots:
     length: float
     taken: set[int] = field(default_factory=set)
 
-    def start(self, n: int) -> float:
-        return self.first + n * self.pitch
-
     def within(self, begin: float, end: float) -> range:
         """Return the slots that start no earlier than `begin` and end no later than `end`."""
         lowest, most = (begin - self.first) / self.pitch, (end - self.length - self.first) / self.pitch
@@ -231,7 +228,7 @@ class Slots:
         for n in slots:
             if n not in self.taken:
                 self.taken.add(n)
-                return self.start(n)
+                return self.first + n * self.pitch
         return None
 
 
