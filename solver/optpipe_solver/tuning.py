@@ -24,19 +24,17 @@ class EngineRun:
     share: float = 1.0  # of the engines' time, summed over all that run side by side
     max_forwards: int | None = None  # a problem with more is not solved by this engine within a minute or so
     repeat: bool = False  # over and over until time is up
-    from_heuristics: bool = False  # not from the best schedule of all, which engines may have led to a dead end
 
 
 AUTO = (
     EngineRun("dispatch", 0.08),  # rules of a list scheduler; the sooner, the better what the others start from
-    EngineRun("lns", 0.20, from_heuristics=True),  # windows; a long run, since it forgets at its end what it has learnt
+    EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon, whatever it starts from
     EngineRun("cpsat", 0.10, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon
+    EngineRun("lns", 0.25),  # windows; a long run, since it forgets at its end what it has learnt
     EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
     EngineRun(methods.MILP, 0.03, max_forwards=256),  # windows, a second each at 256 forwards; small problems whole
-    EngineRun("lns", 0.14, repeat=True),  # windows of the best schedule of all
+    EngineRun("lns", 0.20, repeat=True),  # windows of the best schedule of all
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
-    EngineRun("lns", 0.14, repeat=True, from_heuristics=True),  # windows where the best schedule is a dead end
 )
 MILP_OPS = 60  # compute ops up to which the whole MILP is solved in `auto`
 

@@ -248,6 +248,25 @@ def test_in_auto_a_schedule_of_the_milp_that_is_no_shorter_changes_nothing(monke
         assert keeper.best.method == {"auto": "adaoffload"}.get(method, "milp")
 
 
+@pytest.mark.parametrize(("method", "made"), [("dispatch", 1), ("naive", 5)])
+def test_heuristics_make_one_schedule_after_a_search_in_which_an_engine_was_best(engines, monkeypatch, method, made):
+    engines("tells", "tells")
+    problem, times = pipeline(), []
+    best = replace(generate("adaoffload", problem), method=method)
+
+    def counted(problem, objective, clock):
+        for _ in range(5):
+            times.append(1)
+            yield best
+
+    monkeypatch.setitem(STREAMS, "adaoffload", counted)
+    request = Request(problem=problem, time_limit_s=60.0, threads=1)
+    keeper = portfolio.incumbents_of(request, lambda frame: None)
+    keeper.offer(best)
+    Portfolio(request, lambda frame: None, keeper).run()
+    assert len(times) == made
+
+
 def test_a_heuristic_that_does_not_fit_or_fails_is_told_of(engines, monkeypatch):
     engines("tells", "tells")
     frames = run(pipeline(memory=15), method="1f1b")

@@ -23,7 +23,7 @@ from optpipe_solver import engines, tuning
 from optpipe_solver.clock import Clock
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.methods import RELAX
-from optpipe_solver.schedule_facts import is_listed, is_modelled
+from optpipe_solver.schedule_facts import is_modelled
 from optpipe_solver.tuning import EngineRun
 
 ENGINE = "optpipe_solver.engines"
@@ -164,7 +164,7 @@ class EngineRuns:
             if not able:
                 return
             under_way = [(process.engine, process.start) for process in running]
-            others = (run for run in able if not _contains(under_way, run.engine, self._start_for(run)))
+            others = (run for run in able if not _contains(under_way, run.engine, self._start))
             may_compile = self._started > 0 or self._clock.counts
             run = next((run for run in others if may_compile or not engines.waits_for_compiler(run.engine)), able[0])
             self._planned.remove(run)
@@ -178,8 +178,10 @@ class EngineRuns:
             self.start(run, allotted_s, share)
             free, threads = free - 1, threads - share
 
-    def _start_for(self, run: EngineRun) -> Schedule | None:
-        return self._incumbents.best_of(is_listed if run.from_heuristics else is_modelled)
+    @property
+    def _start(self) -> Schedule | None:
+        """The best schedule that the engines' models know."""
+        return self._incumbents.best_of(is_modelled)
 
     def start(self, run: EngineRun, allotted_s: float, threads: int) -> None:
         """Start an engine; what it is allotted begins when it is ready, and has the time that it needs to end.
@@ -198,7 +200,7 @@ class EngineRuns:
         if self._request.method == "auto" and self._request.milp_ops is None:
             asked["milp_ops"] = tuning.MILP_OPS
         self._started += 1
-        start, deadline = self._start_for(run), self._deadline(allotted_s, LOADING_S)
+        start, deadline = self._start, self._deadline(allotted_s, LOADING_S)
         self._processes.start(self._request.model_copy(update=asked), start, deadline, allotted_s)
 
     def _deadline(self, allotted_s: float, loading_s: float = 0.0) -> float:
@@ -206,8 +208,8 @@ class EngineRuns:
         return self._clock.moment(loading_s + allotted_s * (tuning.COUNTED_TIMEOUT if self._clock.counts else 1.0))
 
     def may_gain(self, run: EngineRun) -> bool:
-        """Whether the engine never ended early from the schedule that this run would start from."""
-        return not _contains(self._exhausted, run.engine, self._start_for(run))
+        """Whether the engine never ended early from the best schedule."""
+        return not _contains(self._exhausted, run.engine, self._start)
 
     def handle_messages(self, wait_s: float = 0.0) -> None:
         """Take what engines have sent; wait for a first message, `wait_s` at most."""
@@ -274,7 +276,7 @@ class EngineRuns:
         if process.report and process.report.ongoing:
             self._emit(process.report.stopped(time.monotonic() - process.began))
         engine = process.engine
-        again = [run for run in self._planned if run.repeat and run.engine == engine and not run.from_heuristics]
+        again = [run for run in self._planned if run.repeat and run.engine == engine]
         if process.gained and not process.stopped and again:
             self._planned.remove(again[0])
             others = (n for n, run in enumerate(self._planned) if run.repeat)

@@ -28,14 +28,13 @@ from optpipe_solver.clock import Clock, FirstClock, counts_work
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
-from optpipe_solver.schedule_facts import is_listed, is_modelled
+from optpipe_solver.schedule_facts import is_modelled
 from optpipe_solver.systems import fitting, in_best_order, is_system, on_other_stages
 
 
 def incumbents_of(request: Request, emit: Emit) -> Incumbents:
-    """The keeper of a search by heuristics and engines: engines begin with the best that they know all ops of, some
-    with the best of these that no engine found."""
-    return Incumbents(request, emit, is_modelled, is_listed, hands_on_rules=True)
+    """The keeper of a search by heuristics and engines: engines begin with the best that they know all ops of."""
+    return Incumbents(request, emit, is_modelled, hands_on_rules=True)
 
 
 class Portfolio:
@@ -74,6 +73,8 @@ class Portfolio:
             self.emit(Note(text=engines.COMPILING))
         runs = EngineRuns(request, planned, incumbents, clock, self.emit)
         share = tuning.heuristics_share(clock.seconds) if planned else 1.0
+        if planned and incumbents.best and incumbents.best.method in methods.ENGINES:
+            share = 0.0  # a search before this one went beyond heuristics
         heuristics = self.heuristics.run(share, lambda: runs.loading)
         heuristics_run = not incumbents.proven
         try:
