@@ -260,6 +260,7 @@ def test_heuristics_make_one_schedule_after_a_search_in_which_an_engine_was_best
             yield best
 
     monkeypatch.setitem(STREAMS, "adaoffload", counted)
+    monkeypatch.setattr(heuristic_runs, "variants", lambda problem: iter(()))
     request = Request(problem=problem, time_limit_s=60.0, threads=1)
     keeper = portfolio.incumbents_of(request, lambda frame: None)
     keeper.offer(best)
