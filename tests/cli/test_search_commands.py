@@ -307,7 +307,7 @@ def test_the_example_gains_much_because_memory_binds(run, monkeypatch):
 
 def test_the_curve_is_of_more_than_its_best_point(run, monkeypatch):
     # Searches end with their first schedules, which are no longer than those for less memory.
-    monkeypatch.setattr(compare, "SEARCH_S", 200.0)
+    monkeypatch.setattr(compare, "CURVE_S", 200.0)
     monkeypatch.setattr(compare, "CompareOptions", partial(compare.CompareOptions, gap=1.0))
     code, out, _ = run("try", "--curve", "--html", "curve.html")
     assert code == 0, out
