@@ -23,7 +23,7 @@ from optpipe_solver import relax
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.problem_facts import shortest_paths
 from optpipe_solver.relax import STATES_PER_S, device_bounds, searchable_devices
-from optpipe_solver.relax.one_stage import one_stage_device
+from optpipe_solver.relax.one_stage import meetings, one_stage_device
 from optpipe_solver.relax.several_stages import several_stages_device
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
@@ -72,7 +72,9 @@ def test_it_is_what_a_plain_search_finds(problem, objective):
         stages = [s for s in route if problem.stages[s].device == d]
         try:
             if len(stages) == 1:
-                plain_ms = one_stage_end(one_stage_device(problem, 0, stages[0], microbatches, objective), FEW)
+                alone = one_stage_device(problem, 0, stages[0], microbatches, objective)
+                met = alone._replace(meetings=meetings(problem, 0, stages[0]))
+                plain_ms = max(one_stage_end(device, FEW) for device in (alone, met))
             else:
                 device = several_stages_device(problem, 0, stages, microbatches, objective)
                 plain_ms = several_stages_end(device, FEW)
@@ -109,6 +111,13 @@ def test_it_is_what_one_device_takes() -> None:
     problem = Problem.load(EXAMPLES / "recompute-4x12.json")
     assert list(device_bounds(problem, 2))[-1] == pytest.approx(501.0)
     assert memory_bound(problem) < 501.0
+
+
+def test_micro_batches_meet_as_trains_on_a_single_track() -> None:
+    """Each way takes 6 ms. The second one's forward finds the first one's input gradient on the last device, or begins
+    a ms later: the first device is done after 8 ms, not 7."""
+    problem = problems.pipeline(3, 2, 100, problems.stage((1, 1, 0), (10, 0)), p2p_ms=0)
+    assert list(device_bounds(problem, 0))[-1] == pytest.approx(8.0)
 
 
 def test_a_backward_in_one_holds_no_more_than_its_activation() -> None:

@@ -21,6 +21,7 @@ MOST_THREADS: int | None = 1
 OPEN_ENDED = True
 STATES_PER_S = 50_000  # about what a busy machine takes off the heap
 MOST_STATES = 2**20  # of one device
+MEETING_STATES = 2**17  # of these, in the search in which micro-batches meet
 POPS = 1_000  # states taken for each bound that is yielded
 MOST_MICROBATCHES = 512
 
@@ -90,25 +91,51 @@ def device_bounds(
     their bounds holds for all, at any time. A state is left out only for one with the same ops done, where everything
     is ready as early and no more bytes are held: what follows the one can follow the other. The last bound is what this
     pipeline takes, if `most_states` suffice. If no schedule fits, the bounds end without it.
+
+    A device with one stage whose search has ended is searched again, with micro-batches that meet as trains on a single
+    track do. At each stage from this one, a, on, the i-th forward and the j-th input gradient, j < i, come one after
+    the other. Let the forward be first at a; so there is a last stage d up to which it always is. With L_s ms from a
+    forward's start at s to its input gradient's end there, at least:
+
+    1. At d the i-th forward ends before the j-th input gradient begins. So from the start of that forward to the end of
+       that input gradient, both at a, it takes the ways from a to d and back and both ops: L_a - L_d + F_d + B_d.
+    2. At the next stage e, if there is one, the j-th input gradient ends before the i-th forward begins. So from the
+       j-th forward's start to the i-th input gradient's end, both at a, it takes L_a + L_e.
+
+    When the j-th input gradient starts, 1 admits the stages up to some d; of these, 2 asks least of the last one. So it
+    may be worth starting it later, but only when 1 admits the next one.
     """
     problem = one_level(without_evictions(problem))
     paths = shortest_paths(problem)
+    begins_ms = bound_ms = float(paths.arrives[d]) if objective == "makespan" else 0.0
+    for expand, states in _searches(problem, d, objective, most_states):
+        while not (states.tally[IS_COMPLETE] or states.tally[IS_FULL]):
+            least_ms = expand(states, POPS)
+            if least_ms == NO_SCHEDULE_MS:  # no schedule fits
+                return
+            bound_ms = max(bound_ms, begins_ms + float(least_ms))
+            yield bound_ms
+        if states.tally[IS_FULL]:
+            return
+
+
+def _searches(
+    problem: Problem, d: int, objective: Objective, most_states: int
+) -> Iterator[tuple[Callable[[States, int], float], States]]:
+    """The searches of a device, one after the other, each with its first state."""
+    paths = shortest_paths(problem)
     passes = paths.passes[d]
     j, stages = passes[0][0], [s for _, s in passes]
-    microbatches = paths.passing[j]
-    expand: Callable[[States, int], float]
-    if len(stages) == 1:
-        one = one_stage.one_stage_device(problem, j, stages[0], microbatches, objective)
-        expand = partial(one_stage_search.expand, one, tuple(one_stage.empty_state(microbatches) for _ in range(4)))
-        states = first_states(most_states, one_stage.must_equal(microbatches), one_stage.FIRST_ACTIVATION)
-    else:
-        several = several_stages.several_stages_device(problem, j, stages, microbatches, objective)
+    if len(stages) > 1:
+        several = several_stages.several_stages_device(problem, j, stages, paths.passing[j], objective)
         expand = partial(several_stages.expand, several, tuple(several_stages.empty_state(several) for _ in range(2)))
         columns = several_stages.WAITING + len(several.weights.ms)
-        states = first_states(most_states, several_stages.must_equal(several), columns)
-    begins_ms = float(paths.arrives[d]) if objective == "makespan" else 0.0
-    while not (states.tally[IS_COMPLETE] or states.tally[IS_FULL]):
-        least_ms = float(expand(states, POPS))
-        if least_ms == NO_SCHEDULE_MS:  # no schedule fits
+        yield expand, first_states(most_states, several_stages.must_equal(several), columns)
+        return
+    alone = one_stage.one_stage_device(problem, j, stages[0], paths.passing[j], objective)
+    meeting = alone._replace(meetings=one_stage.meetings(problem, j, stages[0]))
+    for one, most in ((alone, most_states), (meeting, min(most_states, MEETING_STATES))):
+        expand = partial(one_stage_search.expand, one, tuple(one_stage.empty_state(one) for _ in range(4)))
+        yield expand, first_states(most, one_stage.must_equal(one), one_stage.FIRST_ACTIVATION)
+        if len(meeting.meetings) == 1:  # nobody meets after the last stage
             return
-        yield begins_ms + least_ms

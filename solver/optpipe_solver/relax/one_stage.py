@@ -31,9 +31,10 @@ FIRST_ACTIVATION = 13  # the first column of `StageState.activations`
 # Columns of `StageState.lines`: when the transfer on it ends, its direction, and whose part it carries.
 ENDS, DIRECTION, WHOSE = 0, 1, 2
 # Columns of `StageState.activations`: when its B may start if the activation is here by then; how many of its parts are
-# here.
+# here. With meetings, two more of those whose input gradient is the k-th to come, k = 1, 2, ...: when the k-th forward
+# of the activations in flight began, and when that input gradient may start.
 READY, PARTS = 0, 1
-WIDTH = 2
+BEGAN, DUE = 2, 3
 
 # What compute can start; a forward whose activation is to be computed again runs as FORWARD.
 IDLE, FORWARD, FORWARD_THEN_RECOMPUTE, BACKWARD, RECOMPUTE, WEIGHT = range(6)
@@ -96,6 +97,18 @@ class OneStage(NamedTuple):
     ms: Durations
     memory: ActivationBytes
     fractions: BudgetFractions
+    meetings: Floats  # (stages, 2) `meetings`; (0, 2) where they do not count
+
+
+def meetings(problem: Problem, j: int, s: int) -> Floats:
+    """(stages, 2) of two micro-batches that are under way at once and pass each other after each stage from s on: from
+    the later one's forward to the end of the earlier one's input gradient at s, in ms at least, and from the earlier
+    one's forward to the end of the later one's input gradient (`device_bounds` has the argument)."""
+    paths, times, route = shortest_paths(problem), shortest_times(problem, j), problem.route(j)
+    trips = [paths.round_trip[j, at] for at in route[route.index(s) :]]
+    ops = [float(times[Kind.F, at] + times[Kind.B, at]) for at in route[route.index(s) :]]
+    first = [trips[0] - trip + both for trip, both in zip(trips, ops, strict=True)]
+    return np.array(list(zip(first, [trips[0] + trip for trip in (*trips[1:], -trips[0])], strict=True)))
 
 
 def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, objective: Objective) -> OneStage:
@@ -135,6 +148,7 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
             present=present,
         ),
         fractions=_budget_fractions(measures(budget, [held]), held, present, ms, again),
+        meetings=np.zeros((0, 2)),
     )
 
 
@@ -186,22 +200,22 @@ class StageState(NamedTuple):
 
     row: Floats  # all columns
     lines: Floats  # (2, 3) what each line to the host carries
-    activations: Floats  # (most, 2) the activations in flight, in the order of READY
+    activations: Floats  # (most, 2), with meetings (most, 4): the activations in flight, in the order of READY
 
 
-def empty_state(microbatches: int) -> StageState:
-    columns = FIRST_ACTIVATION + WIDTH * min(microbatches, MOST_ACTIVATIONS)
-    row = np.zeros(columns)
-    activations = row[FIRST_ACTIVATION:].reshape((columns - FIRST_ACTIVATION) // WIDTH, WIDTH)
-    return StageState(row, row[LINES:IN_FLIGHT].reshape(2, 3), activations)
+def empty_state(device: OneStage) -> StageState:
+    most, width = min(device.microbatches, MOST_ACTIVATIONS), 4 if len(device.meetings) else 2
+    row = np.zeros(FIRST_ACTIVATION + most * width)
+    return StageState(row, row[LINES:IN_FLIGHT].reshape(2, 3), row[FIRST_ACTIVATION:].reshape(most, width))
 
 
-def must_equal(microbatches: int) -> Flags:
+def must_equal(device: OneStage) -> Flags:
     """Return the mask of the columns that must be equal for one state to dominate another."""
-    mask = np.zeros(len(empty_state(microbatches).row), dtype=bool)
+    state = empty_state(device)
+    mask = np.zeros(len(state.row), dtype=bool)
     mask[[OP, STARTED, IN_FLIGHT]] = True
     mask[LINES:IN_FLIGHT].reshape(2, 3)[:, [DIRECTION, WHOSE]] = True
-    mask[FIRST_ACTIVATION:].reshape(-1, WIDTH)[:, PARTS] = True
+    mask[FIRST_ACTIVATION:].reshape(state.activations.shape)[:, PARTS] = True
     return mask
 
 
@@ -241,6 +255,8 @@ def end_bound(state: StageState, device: OneStage) -> float:
         end = free + forwards * ms.forward + ms.between + ms.backward + ms.tail
     for i in range(int(row[IN_FLIGHT])):
         end = max(end, activations[i, READY] + ms.backward + ms.tail)
+        if len(device.meetings):
+            end = max(end, activations[i, DUE] + ms.backward + ms.tail)
     end = max(end, now + remaining.compute_ms + remaining.weight_ms)
     if remaining.backwards == 0.0:
         return float(end)

@@ -9,9 +9,11 @@ from optpipe.evaluate.jit import compiled, compiled_part
 from optpipe_solver.relax.one_stage import (
     BACK,
     BACKWARD,
+    BEGAN,
     BYTES,
     CHECKPOINT,
     DIRECTION,
+    DUE,
     ENDS,
     FIRST_ACTIVATION,
     FORWARD,
@@ -30,7 +32,6 @@ from optpipe_solver.relax.one_stage import (
     WAITING_FOR_W,
     WEIGHT,
     WHOSE,
-    WIDTH,
     OneStage,
     StageState,
     end_bound,
@@ -48,6 +49,8 @@ from optpipe_solver.relax.states import (
     read_best,
     remove_best,
 )
+
+ROUNDING_MS = 1e-6
 
 
 @compiled
@@ -112,7 +115,7 @@ def _add_successors(room: tuple[StageState, ...], device: OneStage, states: Stat
                 for line in range(2):
                     only_waited = only_waited and following.lines[line, DIRECTION] == state.lines[line, DIRECTION]
                 end = max(least, end_bound(following, device))
-                width = FIRST_ACTIVATION + WIDTH * int(following.row[IN_FLIGHT])
+                width = FIRST_ACTIVATION + following.activations.shape[1] * int(following.row[IN_FLIGHT])
                 add_unless_dominated(following.row, width, only_waited, end, states)
                 if states.tally[IS_FULL]:
                     return
@@ -153,9 +156,11 @@ def _start_op(state: StageState, op: int, device: OneStage, held: int) -> int:
         op_ms, held = ms.weight, held + memory.weight - memory.waiting
     elif op == BACKWARD:
         i = _first_with(state, device.parts, row[NOW])
-        if i < 0:
+        if i < 0 or (len(device.meetings) and activations[0, DUE] > row[NOW]):
             return IMPOSSIBLE
         _remove_activation(state, i)
+        if len(device.meetings):
+            _meet_later_ones(state, device)
         op_ms, held = ms.backward, held + memory.backward - int(memory.present[device.parts])
     elif op == RECOMPUTE:
         i = _first_with(state, CHECKPOINT, np.inf)
@@ -172,6 +177,8 @@ def _start_op(state: StageState, op: int, device: OneStage, held: int) -> int:
         row[IN_FLIGHT] += 1.0
         activations[i, READY] = row[NOW] + ms.forward + ms.between
         activations[i, PARTS] = CHECKPOINT if will_be_recomputed else device.parts
+        if len(device.meetings):
+            activations[i, BEGAN], activations[i, DUE] = row[NOW], activations[i, READY]
         op, op_ms, held = FORWARD, ms.forward, held + memory.forward
     row[OP], row[OP_ENDS], row[BYTES] = op, row[NOW] + op_ms, held
     return held if held <= memory.budget else IMPOSSIBLE
@@ -191,12 +198,26 @@ def _first_with(state: StageState, parts: int, ready_by: float) -> int:
 def _remove_activation(state: StageState, i: int) -> None:
     activations, lines, last = state.activations, state.lines, int(state.row[IN_FLIGHT]) - 1
     for j in range(i, last):
-        copy_columns(activations[j + 1], activations[j])
+        activations[j, READY], activations[j, PARTS] = activations[j + 1, READY], activations[j + 1, PARTS]
     activations[last, READY] = activations[last, PARTS] = 0.0
     state.row[IN_FLIGHT] -= 1.0
     for line in range(2):
         if lines[line, DIRECTION] != 0.0 and lines[line, WHOSE] > i:
             lines[line, WHOSE] -= 1.0
+
+
+@compiled_part
+def _meet_later_ones(state: StageState, device: OneStage) -> None:
+    """An input gradient starts: those after it wait for where their micro-batches met this one, as late as could be."""
+    activations, meetings, count = state.activations, device.meetings, int(state.row[IN_FLIGHT])
+    began, ends = activations[0, BEGAN], state.row[NOW] + device.ms.backward
+    for k in range(count):
+        at, since = 0, ends - activations[k + 1, BEGAN] + ROUNDING_MS
+        while at + 1 < len(meetings) and meetings[at + 1, 0] <= since:
+            at += 1
+        due = began + meetings[at, 1] - device.ms.backward
+        activations[k, BEGAN], activations[k, DUE] = activations[k + 1, BEGAN], max(due, activations[k + 1, DUE])
+    activations[count, BEGAN] = activations[count, DUE] = 0.0
 
 
 @compiled_part
@@ -251,6 +272,8 @@ def _go_to_next_event(state: StageState, device: OneStage) -> bool:
         for i in range(int(row[IN_FLIGHT])):
             if activations[i, READY] > row[NOW]:
                 event = min(event, activations[i, READY])
+        if len(device.meetings):
+            event = min(event, _next_meeting(state, device))
     for line in range(2):
         if lines[line, DIRECTION] != 0.0:
             event = min(event, lines[line, ENDS])
@@ -264,8 +287,27 @@ def _go_to_next_event(state: StageState, device: OneStage) -> bool:
     row[NOW] = event
     for i in range(int(row[IN_FLIGHT])):  # states that differ only in the past are equal
         activations[i, READY] = max(activations[i, READY], event)
+        if len(device.meetings):
+            activations[i, DUE] = max(activations[i, DUE], event)
     _sort_equally_ready(state)
     return True
+
+
+@compiled_part
+def _next_meeting(state: StageState, device: OneStage) -> float:
+    """When the next input gradient may start or, if it may, meets a later micro-batch one stage further."""
+    row, activations, meetings = state.row, state.activations, device.meetings
+    if row[IN_FLIGHT] == 0.0:
+        return np.inf
+    if activations[0, DUE] > row[NOW]:
+        return float(activations[0, DUE])
+    event = np.inf
+    for k in range(1, int(row[IN_FLIGHT])):
+        for at in range(len(meetings)):
+            starts = activations[k, BEGAN] + meetings[at, 0] - device.ms.backward
+            if starts > row[NOW] + ROUNDING_MS:
+                event = min(event, starts)
+    return float(event)
 
 
 @compiled_part

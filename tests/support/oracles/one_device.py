@@ -10,6 +10,7 @@ from optpipe_solver.relax.one_stage import OneStage
 from optpipe_solver.relax.several_stages import SeveralStages
 
 NO_SCHEDULE_MS = float("inf")
+ROUNDING_MS = 1e-6
 
 
 class TooManyStatesError(Exception):
@@ -39,6 +40,9 @@ class State(NamedTuple):
     waiting: int = 0
     lines: tuple[Transfer | None, Transfer | None] = (None, None)
     activations: tuple[tuple[int, Activation], ...] = ()  # by micro-batch
+    # When each forward and each input gradient began, in their order; only where meetings count.
+    forwards: tuple[float, ...] = ()
+    gradients: tuple[float, ...] = ()
 
 
 S, T = TypeVar("S", bound=Hashable), TypeVar("T")
@@ -113,7 +117,8 @@ def _all_ops(state: State, device: OneStage) -> Iterator[tuple[State, int]]:
         yield run, memory.weight - memory.waiting
     if state.started < device.microbatches:
         ends = now + ms.forward
-        run = state._replace(op="F", op_ends=ends, started=state.started + 1)
+        forwards = (*state.forwards, now) if len(device.meetings) else ()
+        run = state._replace(op="F", op_ends=ends, started=state.started + 1, forwards=forwards)
         for again in (False, True) if device.can_recompute else (False,):
             new = Activation(ends + ms.between, 0 if again else device.parts, again, is_computed=True)
             yield run._replace(activations=(*state.activations, (state.started, new))), memory.forward
@@ -125,10 +130,33 @@ def _all_ops(state: State, device: OneStage) -> Iterator[tuple[State, int]]:
             yield run, memory.recompute - memory.checkpoint
         moves = any(transfer and transfer.microbatch == j for transfer in state.lines)
         is_whole = activation.parts == device.parts and not (activation.has_checkpoint_only or moves)
-        if is_whole and activation.ready <= now:
+        if is_whole and activation.ready <= now and _has_met_all(state, device):
             ends = now + ms.backward
-            run = state._replace(op="B", op_ends=ends, end=ends + ms.tail, activations=others)
+            gradients = (*state.gradients, now) if len(device.meetings) else ()
+            run = state._replace(op="B", op_ends=ends, end=ends + ms.tail, activations=others, gradients=gradients)
             yield run, memory.backward - int(memory.present[device.parts])
+
+
+def _has_met_all(state: State, device: OneStage) -> bool:
+    """Whether the micro-batch whose input gradient would begin now could meet each that was under way with it, later
+    than it, at some stage."""
+    began = state.forwards[len(state.gradients)] if state.forwards else 0.0
+    return all(
+        any(
+            gradient + device.ms.backward - began >= after_later - ROUNDING_MS
+            and state.now + device.ms.backward - forward >= after_earlier - ROUNDING_MS
+            for after_later, after_earlier in device.meetings
+        )
+        for forward, gradient in zip(state.forwards, state.gradients, strict=False)
+        if gradient > began
+    )
+
+
+def _meeting_moments(state: State, device: OneStage) -> Iterator[float]:
+    """When an input gradient may begin as far as others under way are concerned."""
+    for forward, (after_later, after_earlier) in product(state.forwards, device.meetings):
+        yield forward + after_later - device.ms.backward
+        yield forward + after_earlier - device.ms.backward
 
 
 def _transfers(state: State, line: int, device: OneStage) -> Iterator[Transfer]:
@@ -157,6 +185,7 @@ def _with_transfer(state: State, line: int, transfer: Transfer, device: OneStage
 def _at_next_event(state: State, device: OneStage) -> State | None:
     ends = [transfer.ends for transfer in state.lines if transfer] + ([state.op_ends] if state.op else [])
     starts = [activation.ready for _, activation in state.activations]
+    starts += _meeting_moments(state, device) if state.activations and not state.op else []
     now = min([*ends, *(at for at in starts if at > state.now)], default=NO_SCHEDULE_MS)
     if now == NO_SCHEDULE_MS:
         return None
