@@ -7,6 +7,7 @@ from optpipe.dispatch.simulate import Simulator
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.records import OFFLOAD
 from optpipe.schedule import check
+from optpipe_solver.anneal import Annealing
 from optpipe_solver.first import small_problem
 from optpipe_solver.relax import device_bounds, searchable_devices
 from optpipe_solver.systems import generate
@@ -20,6 +21,7 @@ def main() -> None:
     chunks = problem.replace(stages=[stays.model_copy(update={"device": s % 2}) for s in range(4)])
     for each in (problem, chunks):
         next(device_bounds(each, searchable_devices(each)[0]), None)
+    Annealing(generate("1f1b", problem), "makespan", 0)
     compile_descents(Simulator(problem))  # last: whoever finds these compiled takes the others to be
 
 

@@ -37,6 +37,7 @@ class Engine(Protocol):
 
 LOOPS: dict[str, Sequence[str]] = {  # of engines that compile
     "dispatch": descents.LOOPS,
+    "anneal": ("optpipe_solver.anneal.loops:anneal",),
     "relax": ("optpipe_solver.relax.one_stage_search:expand", "optpipe_solver.relax.several_stages:expand"),
 }
 COMPILING = "some engines are compiled first, once on a machine, and start some seconds later"

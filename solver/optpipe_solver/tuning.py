@@ -29,11 +29,13 @@ class EngineRun:
 AUTO = (
     EngineRun("dispatch", 0.08),  # rules of a list scheduler; the sooner, the better what the others start from
     EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon, whatever it starts from
+    EngineRun("anneal", 0.12),  # exchanges of ops, of many micro-batches at once, where no activation moves
     EngineRun("cpsat", 0.10, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun("lns", 0.25),  # windows; a long run, since it forgets at its end what it has learnt
+    EngineRun("lns", 0.20),  # windows; a long run, since it forgets at its end what it has learnt
     EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
     EngineRun(methods.MILP, 0.03, max_forwards=256),  # windows, a second each at 256 forwards; small problems whole
-    EngineRun("lns", 0.20, repeat=True),  # windows of the best schedule of all
+    EngineRun("anneal", 0.12, repeat=True),  # from the best schedule of all
+    EngineRun("lns", 0.16, repeat=True),  # likewise
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
 )
 MILP_OPS = 60  # compute ops up to which the whole MILP is solved in `auto`
@@ -73,6 +75,7 @@ FIRST_LOOK_SHARE = 0.06  # a heuristic on every placement
 FIRST_LOOK_MOST = 0.5  # likewise of the stages as given, where the machine is busy
 PARTITIONS_SHARE = 0.2  # better partitions, if there are layers
 RULES_SHARE = 0.3  # searches in rules on all placements, in a search of `RULES_S` or more
+ANNEALING_SHARE = 0.15  # of the best two, each on a thread
 BEST_TWO_SHARE = 0.2  # everything there is, on the best two
 LEAST_BOUND_SHARE = 0.1  # bounds of the placements that have the least ones
 # Placements: the rest

@@ -150,6 +150,7 @@ class FakePortfolio:
     asked: list[Request]
     with_rules: list[Request]
     in_rules: list[tuple[int, int]]  # chunks, and ops
+    annealed: list[tuple[int, float]]  # chunks, and seconds
 
     def __init__(self, request: Request, emit: Any, incumbents: Incumbents) -> None:
         self.request, self.emit, self.incumbents, self.heuristics = request, emit, incumbents, self
@@ -175,12 +176,15 @@ class FakePortfolio:
             FakePortfolio.in_rules.append((chunks, most))
         return 100.0 + 100.0 / chunks
 
+    def by_annealing(self, seconds: float) -> None:
+        FakePortfolio.annealed.append((len(self.request.problem.stages) // 4, seconds))
+
 
 @pytest.fixture
 def fakes(monkeypatch):
     monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)
     monkeypatch.setattr(PlacementSearch, "_offer_published", lambda *_: None)
-    for name in ("asked", "with_rules", "in_rules"):
+    for name in ("asked", "with_rules", "in_rules", "annealed"):
         monkeypatch.setattr(FakePortfolio, name, [], raising=False)
 
 
@@ -209,6 +213,7 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(threads):
         assert sum(request.time_limit_s for request in ran) <= 60.0 * (1 - tuning.RULES_SHARE) + 1e-6
     assert bounds(frames)[-1] == 32.0  # the least of the placements' own, but of one chunk, which `relax` has searched
     assert notes(frames) == ["the same words"]
+    assert FakePortfolio.annealed == []  # activations may leave
 
 
 def test_however_busy_the_machine_naive_is_not_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +262,8 @@ def test_relax_searches_the_placements_of_the_least_bounds_up_to_the_best(thread
     run(pipeline(offload_ms=None), method="auto", time_limit_s=600.0, threads=threads)
     relaxed = [request.problem for request in FakePortfolio.asked if request.method == "relax"]
     assert [len(problem.stages) for problem in relaxed] == [4, 8]  # next would be the best one
+    seconds = 600.0 * tuning.ANNEALING_SHARE * (tuning.COUNTED_SHARE if threads == 1 else 1.0)
+    assert FakePortfolio.annealed == [(4, pytest.approx(seconds))] * threads
 
 
 def test_solve_writes_what_check_accepts_for_the_problem_asked_about(command):

@@ -13,10 +13,13 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Note, Request
 from optpipe.reuse import MOST_SIMULATED, RulesSearch
 from optpipe.schedule import Schedule
-from optpipe_solver import tuning
+from optpipe_solver import anneal, tuning
+from optpipe_solver.anneal import Annealing
 from optpipe_solver.clock import Clock, FirstClock
+from optpipe_solver.cpsat.grid import split_dispensable
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbents import Emit, Incumbents
+from optpipe_solver.schedule_facts import is_modelled
 from optpipe_solver.systems import fitting, variants
 
 
@@ -109,6 +112,16 @@ class HeuristicRuns:
 
         self._next("dispatch", shortest())
         return self._rules_search.ms
+
+    def by_annealing(self, seconds: float) -> None:
+        """Offer what the loops of the engine `anneal`, which must support the problem, make of the best schedule."""
+        start = self._incumbents.best_of(is_modelled)
+        if start is None:
+            return
+        annealing = Annealing(split_dispensable(start), self._request.objective, self._request.seed)
+        stream = annealing.improvements(Clock(seconds, self._clock.counts))
+        while self._next(anneal.METHOD, stream):
+            pass
 
     @cached_property
     def _rules_search(self) -> RulesSearch:

@@ -146,6 +146,7 @@ class PlacementSearch:
         in_rules = Phase("rules", tuning.RULES_SHARE, self._search_in_rules)
         if were_compiled := rules_are_compiled():
             yield in_rules
+            yield Phase("annealing", tuning.ANNEALING_SHARE, self._anneal)
         yield Phase("best two", tuning.BEST_TWO_SHARE, self._search_best_two)
         if not were_compiled and rules_are_compiled():
             yield in_rules
@@ -203,6 +204,19 @@ class PlacementSearch:
                 order = sorted(range(len(searches)), key=lengths_ms.__getitem__)
                 searches = [searches[n] for n in order[: -(-len(searches) // 2)]]
         return share if shortest_ms < NO_SCHEDULE_MS else 0.0
+
+    def _anneal(self, share: float) -> float:
+        """Anneal the best schedules of the best placements, as many as there are threads, two at most."""
+        request, cannot = self.request, engines.load("anneal").unsupported(self.request.problem)
+        seconds = share * self.clock.seconds * (tuning.COUNTED_SHARE if self.clock.counts else 1.0)
+        if request.method != "auto" or self.contenders.proven or cannot or engines.waits_for_compiler("anneal"):
+            return 0.0
+        best = self.contenders.ranked()[: min(2, request.threads)]
+        searches = [self._portfolio(contender, "anneal", seconds).heuristics for contender in best]
+        with ThreadPoolExecutor(request.threads) as pool:
+            for _ in pool.map(methodcaller("by_annealing", seconds), searches):
+                pass
+        return share
 
     def _search_best_two(self, share: float) -> float:
         """Run everything there is on the best two, if the share is long enough for both."""

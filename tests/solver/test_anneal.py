@@ -1,0 +1,110 @@
+"""The engine `anneal`: what it finds is valid and as long as it counted, and shorter than what it began with."""
+
+import numpy as np
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from support.examples import examples
+from support.frames import schedules
+from support.problems import pipeline, stage
+from support.problems.small import problems_of_every_sort, several_a_device
+
+from optpipe.evaluate.jit import plain
+from optpipe.evaluate.objective import length_ms
+from optpipe.model.ops import COMPUTE
+from optpipe.model.placement import Placement
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Frame, Programs, Ready, Request
+from optpipe.schedule import Schedule, check
+from optpipe_solver import anneal, systems
+from optpipe_solver.anneal import Annealing
+from optpipe_solver.cpsat.grid import split_dispensable
+from optpipe_solver.heuristics import generate
+
+PROBLEMS = st.one_of(
+    several_a_device(),
+    problems_of_every_sort(max_devices=4, max_stages=6, max_microbatches=6),
+    problems_of_every_sort(max_devices=4, max_stages=6, max_microbatches=6, beyond=True),
+)
+
+
+def start_of(problem: Problem, method: str) -> Schedule:
+    """A schedule in which all ops compute; other examples are passed over."""
+    schedule = split_dispensable(generate(method, problem))
+    if not schedule.compiled.rows.of_kinds(*COMPUTE).all():
+        reject()
+    return schedule
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(problem=PROBLEMS, method=st.sampled_from(("naive", "adaoffload")), hot=st.sampled_from((0.0, 0.5, 50.0)))
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_what_it_finds_is_valid_and_as_long_as_counted(objective, problem: Problem, method: str, hot: float) -> None:
+    """Chunks, routes, unlike micro-batches, what is recomputed; mostly only what starts after a move is timed anew."""
+    start = start_of(problem, method)
+    annealing = Annealing(start, objective, 0)
+    assert annealing.best_ms == pytest.approx(length_ms(start, objective))
+    for _ in range(4):
+        annealing.go_on(hot, 200 * annealing.ops)
+        best = annealing.best()
+        assert check(problem, best) == []
+        assert annealing.best_ms == pytest.approx(length_ms(best, objective))
+        assert length_ms(best, objective) <= length_ms(start, objective) + 1e-6
+
+
+@settings(max_examples=examples(16), deadline=None)
+@given(problem=PROBLEMS, objective=st.sampled_from(("makespan", "span")))
+def test_plain_loops_do_what_compiled_ones_do(problem: Problem, objective) -> None:
+    both = [Annealing(start_of(problem, "naive"), objective, 1) for _ in range(2)]
+    both[1]._anneal = plain(both[1]._anneal)
+    for annealing in both:
+        annealing.go_on(1.0, 30 * annealing.ops)
+    assert both[0].best() == both[1].best()
+    for one, other in zip(both[0]._room, both[1]._room, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def half_memory(devices: int, microbatches: int) -> Problem:
+    """Zero-bubble's costs, in V-shaped chunks, with half of what 1F1B holds."""
+    costs = stage((18.522, 18.086, 9.337), (60, 22))
+    whole = pipeline(devices, microbatches, devices * 30, costs, p2p_ms=0.601)
+    return Placement(chunks=2, shape="v").apply(whole)
+
+
+def test_it_goes_far_below_the_search_over_building_blocks() -> None:
+    """In a quarter of a second or so; bounds by one device alone are about 1320 ms."""
+    start = systems.generate("v-auto", half_memory(8, 24))
+    assert start.makespan_ms > 1570
+    frames: list[Frame] = []
+    asked = {"warm_start": Programs.from_schedule(start), "time_limit_s": 1.0, "seed": 1}
+    spent_s = anneal.run(Request(problem=start.problem, method="anneal", **asked), frames.append)
+    assert spent_s is not None
+    assert 1.0 <= spent_s < 1.5
+    assert isinstance(frames[0], Ready)
+    *_, best = schedules(frames, start.problem)
+    assert check(start.problem, best) == []
+    assert best.makespan_ms < 0.95 * start.makespan_ms
+
+
+def test_micro_batches_that_differ_enter_in_another_order() -> None:
+    """Where two devices run one op each, Johnson's rule begins with the shortest, which is the last by its number."""
+    first = {**stage((1, 0, 0), (1, 0)), "forward_ms": [8.0, 4.0, 2.0, 1.0]}
+    problem = pipeline(2, 4, 100, [first, stage((6, 0, 0), (1, 0))])
+    annealing = Annealing(start_of(problem, "naive"), "makespan", 0)
+    annealing.go_on(1.0, 4000 * annealing.ops)
+    assert annealing.best_ms == pytest.approx(1.0 + 4 * 6.0)
+
+
+def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:
+    problem = half_memory(2, 4)
+    frames: list[Frame] = []
+    anneal.run(Request(problem=problem, method="anneal", time_limit_s=0.01), frames.append)
+    assert schedules(frames, problem)
+
+
+def test_what_leaves_is_for_other_engines() -> None:
+    moving = pipeline(2, 4, 100, stage((1, 1, 1), (2, 1), offload=(1, 1, 2)))
+    assert anneal.unsupported(moving) == "it has no transfers"
+    assert anneal.unsupported(half_memory(2, 4)) is None
+    nothing = pipeline(2, 4, 100, stage((0, 0, 0), (2, 1)))
+    assert anneal.unsupported(nothing) == "nothing takes any time"
