@@ -74,9 +74,9 @@ VARIANTS = 10  # choices of one parameter of a published schedule, evenly spread
 FIRST_LOOK_SHARE = 0.06  # a heuristic on every placement
 FIRST_LOOK_MOST = 0.5  # likewise of the stages as given, where the machine is busy
 PARTITIONS_SHARE = 0.2  # better partitions, if there are layers
-RULES_SHARE = 0.3  # searches in rules on all placements, in a search of `RULES_S` or more
-ANNEALING_SHARE = 0.15  # of the best two, each on a thread
-BEST_TWO_SHARE = 0.2  # everything there is, on the best two
+RULES_SHARE = 0.2  # searches in rules on all placements, in a search of `RULES_S` or more
+ANNEALING_SHARE = 0.35  # of the best two, each on a thread
+BEST_TWO_SHARE = 0.1  # everything there is, on the best two
 LEAST_BOUND_SHARE = 0.1  # bounds of the placements that have the least ones
 # Placements: the rest
 CHUNKS = 4  # a device at most
