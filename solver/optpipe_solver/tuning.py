@@ -35,7 +35,7 @@ AUTO = (
     EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
     EngineRun(methods.MILP, 0.03, max_forwards=256),  # windows, a second each at 256 forwards; small problems whole
     EngineRun("anneal", 0.12, repeat=True),  # from the best schedule of all
-    EngineRun("lns", 0.16, repeat=True),  # likewise
+    EngineRun("lns", 0.15, repeat=True),  # likewise
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
 )
 MILP_OPS = 60  # compute ops up to which the whole MILP is solved in `auto`

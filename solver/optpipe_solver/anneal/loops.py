@@ -91,8 +91,15 @@ def new_room(ops: Ops) -> Room:
     of_ops = {name: np.full(n, NONE) for name in ("tried", "waiting", "number", "before", "waits")}
     of_devices = {name: np.full(devices, NONE) for name in ("blocked", "after", "stack")}
     of_groups = {name: np.full(groups, 0) for name in ("counts", "passed")}
-    times = {name: np.zeros(n) for name in ("start_ms", "tried_ms")}
-    return Room(**times, **of_ops, **of_devices, **of_groups, free_ms=np.zeros(devices), places=ops.members.copy())
+    return Room(
+        start_ms=np.zeros(n),
+        tried_ms=np.zeros(n),
+        free_ms=np.zeros(devices),
+        places=ops.members.copy(),
+        **of_ops,
+        **of_devices,
+        **of_groups,
+    )
 
 
 @compiled
