@@ -16,9 +16,9 @@ from typing import Protocol, Unpack
 from optpipe import solvers
 from optpipe.errors import FrameError, InputError, OptPipeError, SolverError
 from optpipe.evaluate.objective import Objective, length_ms
-from optpipe.formats.stacks import STACKS, Stack, restricted
+from optpipe.formats.stacks import STACKS, restricted
 from optpipe.model.problem import Problem
-from optpipe.options import SolveArguments, SolveOptions
+from optpipe.options import Placements, SolveArguments, SolveOptions
 from optpipe.process.child import LOADING_S, Child
 from optpipe.process.protocol import (
     Bound,
@@ -71,7 +71,7 @@ class Keeper:
         elif isinstance(frame, Remedies):
             self.result = replace(best, remedies=frame.remedies)
         elif isinstance(frame, OtherStages):
-            self._take_other_stages(frame)
+            self._other_stages = self._verified(frame.schedule, frame.schedule.method, "all")
         elif isinstance(frame, Note):
             self._report = frame if frame.method else self._report
             self._note(frame)
@@ -81,16 +81,9 @@ class Keeper:
     def _take_schedule(self, frame: Incumbent) -> None:
         """Keep an incumbent that is valid on the problem that was asked about, and better."""
         best, options = self.result, self._options
-        try:
-            schedule = frame.schedule.schedule(self._problem, frame.method)
-            wrong = self._stack.first_fault(schedule)
-            if schedule.placement and best.placements == "keep":
-                wrong = f"{schedule.placement}: the stages were to be kept"
-        except InputError as error:
-            wrong = str(error)
-        if wrong:
-            self._note(Note(text=f"a schedule of {frame.method} was rejected: {wrong}"))
-        elif is_better(value_ms := length_ms(schedule, options.objective), frame.method, best.value_ms, best.method):
+        schedule = self._verified(frame.schedule, frame.method, best.placements)
+        value_ms = length_ms(schedule, options.objective)
+        if schedule and is_better(value_ms, frame.method, best.value_ms, best.method):
             step = Improvement(time.monotonic() - self._began, frame.method, value_ms, best.lower_bound_ms)
             self.result = replace(
                 Result.from_schedule(schedule, options, best.lower_bound_ms, frame.method),
@@ -99,15 +92,22 @@ class Keeper:
                 history=(*best.history, step),
                 rejected=best.rejected,
             )
-            return
-        self.result = replace(self.result, rejected=best.rejected + 1)
+        else:
+            self.result = replace(self.result, rejected=best.rejected + 1)
 
-    def _take_other_stages(self, frame: OtherStages) -> None:
-        """Keep the published schedule on other stages, if it is valid there."""
+    def _verified(self, programs: Programs, method: str, placements: Placements) -> Schedule | None:
+        """The schedule that the solver sent; None, and a note, if it is not valid, not for the stack, or not on these
+        stages."""
         try:
-            self._other_stages = valid(frame.schedule, self._problem, self._stack)
+            schedule = programs.schedule(self._problem, method)
+            wrong = self._stack.first_fault(schedule)
+            if schedule.placement and placements == "keep":
+                wrong = f"{schedule.placement}: the stages were to be kept"
         except InputError as error:
-            self._note(Note(text=f"a schedule of {frame.schedule.method} was rejected: {error}"))
+            wrong = str(error)
+        if wrong:
+            self._note(Note(text=f"a schedule of {method} was rejected: {wrong}"))
+        return None if wrong else schedule
 
     def _note(self, note: Note) -> None:
         best = self.result
@@ -130,14 +130,6 @@ class Keeper:
             best = replace(best, reason=best.notes[-1])
         self.result = replace(best, time_s=passed_s, other_stages=self._other_stages)
         return self.result
-
-
-def valid(programs: Programs, problem: Problem, stack: Stack) -> Schedule:
-    """The schedule that a solver sent. Raises InputError if it is not valid, or not for the stack."""
-    schedule = programs.schedule(problem)
-    if wrong := stack.first_fault(schedule):
-        raise InputError(wrong)
-    return schedule
 
 
 class Hit(Protocol):

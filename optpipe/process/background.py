@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import threading
 import time
 from contextlib import suppress
 
@@ -37,11 +36,6 @@ def be_nicer(pid: int) -> None:
     """Makes this process or thread nicer than the calling thread; nothing if it has ended."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
-
-
-def be_a_nicer_thread() -> None:
-    """Makes the calling thread nicer than its process."""
-    be_nicer(threading.get_native_id())
 
 
 def settle() -> None:

@@ -178,13 +178,8 @@ def parse_frame(line: bytes) -> Frame:
         raise FrameError(str(input_error(error, "the solver's answer"))) from None
 
 
-def read_request() -> Request:
+def read_request(model: type[Asked]) -> Asked:
     """In a child: the request from standard input. From then on the child ends as soon as that input closes."""
-    return read_one(Request)
-
-
-def read_one(model: type[Asked]) -> Asked:
-    """`read_request` of a process that answers another request."""
     keep_output_for_frames()
     request = model.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -6,12 +6,12 @@ import os
 import threading
 
 from optpipe.errors import InputError
-from optpipe.process.protocol import End, Ready, Refused, read_request, write_frame
+from optpipe.process.protocol import End, Ready, Refused, Request, read_request, write_frame
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, offer_remedies
 
 
 def main() -> None:
-    request = read_request()
+    request = read_request(Request)
     search_type = PlacementSearch if request.placements == "all" else Portfolio
     try:
         search = search_type(request, write_frame)

@@ -19,7 +19,7 @@ from optpipe.process.protocol import (
     Note,
     Programs,
     Refused,
-    read_one,
+    read_request,
     write_frame,
 )
 from optpipe.schedule import Schedule
@@ -33,7 +33,7 @@ EVERY = tuple(dict.fromkeys((*HEURISTICS, *systems.SYSTEMS)))
 
 
 def main() -> None:
-    answer(read_one(CompareRequest), write_frame)
+    answer(read_request(CompareRequest), write_frame)
 
 
 def answer(request: CompareRequest, emit: Callable[[Frame], None]) -> None:

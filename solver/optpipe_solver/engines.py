@@ -56,7 +56,7 @@ def waits_for_compiler(name: str) -> bool:
 
 def main() -> None:
     """Run the engine that the request's `method` names. Ends with an `End` frame, or when standard input closes."""
-    request = read_request()
+    request = read_request(Request)
     if request.method not in ENGINES:
         sys.exit(f"method = {request.method!r}: the engines are {', '.join(ENGINES)}")
     write_frame(End(spent_s=load(request.method).run(request, write_frame)))

@@ -1,17 +1,14 @@
 """The backends HiGHS, Gurobi and PuLP, each a function from a `Task` to an `Outcome`, and their choice.
 
-A backend's library is loaded when the backend is chosen: any of them may be missing.
+A backend's library is loaded when it is used; Gurobi's and PuLP may be missing.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
@@ -87,27 +84,12 @@ def minimize(solver: str, task: Task, note: Callable[[str], None]) -> tuple[str,
     """Solves with the backend of that name or, if it is not available, notes why and solves with HiGHS. Returns which
     did it, and how it ended."""
     began = time.monotonic()
-    with _stdout_to_stderr():
-        try:
-            outcome = find_backend(solver)(task)
-        except UnavailableError as reason:
-            note(f"{reason}; HiGHS solves it instead")
-            solver, outcome = "highs", find_backend("highs")(task)
-    return solver, replace(outcome, seconds=time.monotonic() - began)
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Whatever a solver's library prints goes to standard error: standard output is for answers."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
     try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        outcome = find_backend(solver)(task)
+    except UnavailableError as reason:
+        note(f"{reason}; HiGHS solves it instead")
+        solver, outcome = "highs", find_backend("highs")(task)
+    return solver, replace(outcome, seconds=time.monotonic() - began)
 
 
 def find_backend(solver: str) -> Minimize:
@@ -120,19 +102,16 @@ def find_backend(solver: str) -> Minimize:
     kind = kind.lower()
     if kind == "auto":
         return find_backend("gurobi" if _gurobi_is_licensed() else "highs")
-    # Only one of these native libraries is needed.
+    if kind == "highs":
+        return _minimize_by_highs
     try:
-        if kind == "highs":
-            import highspy  # noqa: F401
-
-            return _minimize_by_highs
         if kind == "gurobi":
             import gurobipy  # noqa: F401
 
             return _minimize_by_gurobi
         return _find_solver_of_pulp(within if kind == "pulp" else solver)
     except ImportError as error:
-        extra = kind if kind in ("highs", "gurobi") else "pulp"
+        extra = "gurobi" if kind == "gurobi" else "pulp"
         raise UnavailableError(
             f"solver = {solver!r}: {error.name} is not installed (pip install 'optpipe[{extra}]')"
         ) from None

@@ -6,11 +6,22 @@ import subprocess
 import sys
 import time
 
-from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs, Ready, output, read_request, write_frame
+from optpipe.process.protocol import (
+    Bound,
+    End,
+    Incumbent,
+    Note,
+    Programs,
+    Ready,
+    Request,
+    output,
+    read_request,
+    write_frame,
+)
 
 
 def main() -> None:
-    request = read_request()
+    request = read_request(Request)
     behaviour, _, figure = os.environ[request.method].partition(" ")
     write_frame(Ready())
     if behaviour == "crash":

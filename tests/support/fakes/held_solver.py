@@ -5,13 +5,13 @@ import os
 import time
 from pathlib import Path
 
-from optpipe.process.protocol import End, Frame, Incumbent, read_request, write_frame
+from optpipe.process.protocol import End, Frame, Incumbent, Request, read_request, write_frame
 
 SEARCH_S = 60.0  # once it begins: there may be nothing shorter
 
 
 def main() -> None:
-    request = read_request()
+    request = read_request(Request)
     gate = Path(os.environ["HELD_UNTIL"])
     while request.method == "auto" and not gate.exists():
         time.sleep(0.05)
@@ -29,7 +29,7 @@ def main() -> None:
                 write_frame(End())
                 os._exit(0)
 
-    solver.read_request, solver.write_frame = lambda: request, write
+    solver.read_request, solver.write_frame = lambda _: request, write
     solver.main()
 
 

@@ -1,11 +1,11 @@
 """Stands in for the process that makes schedules to compare; not all of its schedules are valid."""
 
-from optpipe.process.protocol import Bound, CompareRequest, End, Incumbent, Note, Programs, read_one, write_frame
+from optpipe.process.protocol import Bound, CompareRequest, End, Incumbent, Note, Programs, read_request, write_frame
 from support.problems.chain import gpipe, one_by_one
 
 
 def main() -> None:
-    request = read_one(CompareRequest)
+    request = read_request(CompareRequest)
     write_frame(Bound(method="honest", lower_bound_ms=3.0))
     write_frame(Incumbent(method="honest", schedule=Programs.from_schedule(one_by_one(request.problem))))
     write_frame(Incumbent(method="greedy", schedule=Programs.from_schedule(gpipe(request.problem))))

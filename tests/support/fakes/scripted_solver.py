@@ -15,6 +15,7 @@ from optpipe.process.protocol import (
     Programs,
     Ready,
     Refused,
+    Request,
     output,
     read_request,
     write_frame,
@@ -38,7 +39,7 @@ def _by(problem: Problem, steps: list[str]) -> Schedule:
 
 
 def main() -> None:
-    request = read_request()
+    request = read_request(Request)
     method = request.method
     if method != "silent":
         write_frame(Ready())
