@@ -27,7 +27,7 @@ from optpipe.evaluate.jit import waits_for_compiler
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, Objective, length_ms
 from optpipe.model.arrays import Ints, Table
 from optpipe.model.ops import OPTIMIZER, Kind
-from optpipe.model.placement import MOST_CHUNKS, Placement, Shape
+from optpipe.model.placement import MOST_CHUNKS, SHAPES, Placement
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe.model.rules import Rules
@@ -41,7 +41,6 @@ MOST_SIMULATED = 400_000  # ops: about 60 ms of compiled search, however many de
 EACH = 20  # what it costs to change rules, in ops
 PER_DEVICE = 1 / 16  # by so much an op costs more for each device, all of which are looked at when one is over
 EXPRESSED = set(Kind) - OPTIMIZER  # by rules
-SHAPES: tuple[Shape, ...] = ("looped", "v")
 
 
 def adapt(problem: Problem, schedule: Schedule, objective: Objective = "makespan") -> Schedule | None:

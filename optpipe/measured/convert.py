@@ -8,7 +8,8 @@ from pathlib import Path
 from optpipe.errors import InputError, did_you_mean
 from optpipe.measured.estimate import Measurements, ProblemOptions, estimate
 from optpipe.measured.readers import READERS
-from optpipe.measured.recording import SHAPES, Recording, RunFacts, Sample
+from optpipe.measured.recording import Recording, RunFacts, Sample
+from optpipe.model.placement import SHAPES
 
 NO_FACTS = RunFacts()
 

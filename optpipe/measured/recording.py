@@ -14,7 +14,6 @@ from optpipe.measured.events import Events, read_pieces
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import MAX_DEVICES, MAX_FORWARDS, MAX_MICROBATCHES, MAX_STAGES
 
-SHAPES = ("looped", "v")
 BEGINNING = 8  # pieces of a file by which a form is recognized: MB, of ASCII
 
 

@@ -97,7 +97,6 @@ class KindInfo(NamedTuple):
     effect: Effect = Effect()  # what it takes and frees
     in_parts: bool = False  # whether there is one for each part of an activation
     once: bool = False  # whether it runs once an iteration, written with micro-batch 0
-    on_peer: bool = False  # whether it stands in the program of the device's peer
     colour: str | None = None  # in pictures; None for what takes no time
 
 
@@ -198,7 +197,6 @@ KINDS: dict[Kind, KindInfo] = {
         "room on the peer",
         completed=(((E,), _NOT_EVICTED), ((V,), "its room is never let go")),
         effect=Effect(takes=lambda x: x.moved),
-        on_peer=True,
     ),
     V: KindInfo(  # lets that room go when the load has ended
         "vacate",
@@ -206,7 +204,6 @@ KINDS: dict[Kind, KindInfo] = {
         restored=(A,),
         completed=(((E,), _NOT_EVICTED),),
         effect=Effect(frees=lambda x: x.moved),
-        on_peer=True,
     ),
     G: KindInfo(
         "gradients out",

@@ -30,6 +30,7 @@ from optpipe.model.records import (
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # the number of routes over the devices
+SHAPES: tuple[Shape, ...] = ("looped", "v")  # of one route
 NAMES: dict[Shape, str] = {"looped": "looped", "v": "V-shaped", "bidirectional": "bidirectional"}
 MOST_CHUNKS = 64  # per device
 MOST_TOLD = 8  # stages whose layers are told one by one

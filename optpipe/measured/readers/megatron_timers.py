@@ -18,7 +18,6 @@ from pathlib import Path
 from optpipe.errors import InputError
 from optpipe.measured.events import read_pieces
 from optpipe.measured.recording import (
-    SHAPES,
     MeasuredOp,
     Recording,
     RunFacts,
@@ -28,6 +27,7 @@ from optpipe.measured.recording import (
     stage_of,
 )
 from optpipe.model.ops import Kind, Op
+from optpipe.model.placement import SHAPES
 
 TIMERS = {"forward-compute": Kind.F, "backward-compute": Kind.BW}
 PIPELINE = "forward-backward"

@@ -16,9 +16,10 @@ from optpipe.errors import InputError
 from optpipe.files import parse_json
 from optpipe.measured.events import read_pieces
 from optpipe.measured.messages import impossible
-from optpipe.measured.recording import SHAPES, ChunkOp, Recording, RunFacts, Sample, require_sizes
+from optpipe.measured.recording import ChunkOp, MeasuredOp, Recording, RunFacts, Sample, require_sizes
 from optpipe.measured.steps import divided_by_step
 from optpipe.model.ops import Kind
+from optpipe.model.placement import SHAPES
 
 
 class Sizes(NamedTuple):
@@ -78,10 +79,10 @@ def _content(path: Path) -> Any:
 
 def _place(ops: Sequence[ChunkOp], sizes: Sizes, shape: str | None) -> Recording:
     """The ops on their stages; without a shape, on those that wait for each other."""
-    placed = {name: [op.on_stage(sizes.devices, name) for op in ops] for name in SHAPES}
+    placed: dict[str, list[MeasuredOp]] = {name: [op.on_stage(sizes.devices, name) for op in ops] for name in SHAPES}
     if sizes.chunks == 1:
         return Recording(placed["looped"])
-    wrong = {name: impossible(list(divided_by_step(placed[name]).values())) for name in SHAPES}
+    wrong: dict[str, str | None] = {name: impossible(list(divided_by_step(placed[name]).values())) for name in SHAPES}
     fitting = [name for name in SHAPES if wrong[name] is None]
     if shape is None:
         if not fitting:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from optpipe.errors import InputError
 from optpipe.formats.stacks import STACKS
 from optpipe.model.ops import Kind
-from optpipe.model.placement import Shape, even_cuts
+from optpipe.model.placement import SHAPES, Shape, even_cuts
 from optpipe.model.problem import MAX_MICROBATCHES
 from optpipe.model.records import Document
 from optpipe.transformer.estimate import Estimate, estimate, even_layers
@@ -261,11 +261,10 @@ def _shapes(question: Question, pp: int) -> Iterator[tuple[int, Shape]]:
     the smallest, as the pipeline fills no faster with others."""
     layers, runs = question.model.layers, STACKS[question.stack]
     yield 1, "looped"
-    shapes: tuple[Shape, ...] = ("looped", "v")
     most = (layers + 2) // pp  # embedding and head may be alone
     for chunks in range(2, 1 + min(most, tuning.LOOPED_CHUNKS)) if pp > 1 else ():
         if -(-layers // (pp * chunks)) < -(-layers // (pp * (chunks - 1))):
-            for shape in shapes[: 2 if chunks <= tuning.CHUNKS else 1]:
+            for shape in SHAPES[: 2 if chunks <= tuning.CHUNKS else 1]:
                 if runs.places(chunks, shape):
                     yield chunks, shape
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from optpipe.errors import InputError
 from optpipe.formats import megatron
-from optpipe.model.placement import Shape
+from optpipe.model.placement import SHAPES
 from optpipe.schedule import Schedule
 from optpipe.transformer.estimate import Estimate, estimate
 from optpipe.transformer.records import Parallelism, Recompute
@@ -72,18 +72,17 @@ class Today:
             method = phrase if phrase in SYSTEMS else method
             unknown += [phrase] * bool(phrase and phrase not in SYSTEMS)
         if unknown or not (found or others or method):
-            raise InputError(
-                f"today = {text!r}: {(unknown or [''])[0]!r} is neither a number of {', '.join(DEGREES)} such as pp 4, "
-                f"nor a published schedule such as 1f1b, nor recompute {', '.join(LEVELS)}"
+            raise _wrong(
+                text,
+                f"{(unknown or [''])[0]!r} is neither a number of {', '.join(DEGREES)} such as pp 4, "
+                f"nor a published schedule such as 1f1b, nor recompute {', '.join(LEVELS)}",
             )
         if method and SYSTEMS[method].shape == "bidirectional":
-            raise InputError(f"today = {text!r}: {method} holds all parameters twice, which no plan counts")
+            raise _wrong(text, f"{method} holds all parameters twice, which no plan counts")
         modules = others.pop("recompute-modules", "").split()
         if wrong := [module for module in modules if module not in MODULES]:
-            raise InputError(
-                f"today = {text!r}: recompute-modules {wrong[0]} is not counted, {', '.join(MODULES)} are; recompute "
-                "none and recompute full give bounds of it"
-            )
+            counted = f"{', '.join(MODULES)} are; recompute none and recompute full give bounds of it"
+            raise _wrong(text, f"recompute-modules {wrong[0]} is not counted, {counted}")
         if modules and recompute != "full":
             recompute = max((MODULES[module] for module in modules), key=LEVELS.index)
         degrees = {name: int(word) for name, word in named.items()}
@@ -103,13 +102,13 @@ class Today:
         for name, value in self.others.items():
             if value != written.get(name):
                 is_written = f"{name} is {written[name]}" if name in written else "no plan writes it"
-                raise InputError(f"today = {self.text!r}: {name} {value} is not counted: {is_written}")
+                raise _wrong(self.text, f"{name} {value} is not counted: {is_written}")
 
     def _division(self, question: Question, pp: int) -> dict[str, Any]:
         """The fields of a `Parallelism` by a layout or a pattern. Raises InputError if it is that of another model."""
         layers, modules = megatron.read_stages(self.written, pp, settings.hybrid_letters(question.model))
         if (mtp := sum(modules)) != question.run.mtp:
-            raise InputError(f"today = {self.text!r}: has {mtp} multi-token prediction modules, so --mtp {mtp}")
+            raise _wrong(self.text, f"has {mtp} multi-token prediction modules, so --mtp {mtp}")
         return {"layers": layers, "mtp_stage": modules.index(mtp) if mtp else None, "chunks": len(layers) // pp}
 
     def estimates(self, question: Question) -> Iterator[Estimate]:
@@ -118,46 +117,39 @@ class Today:
         named = dict(self.degrees)
         for name, size in (("batch", question.batch), ("sequence", question.run.sequence or question.model.sequence)):
             if (own := named.pop(name, size)) != size:
-                raise InputError(f"today = {self.text!r}: {name} {own}, but --{name} is {size}")
+                raise _wrong(self.text, f"{name} {own}, but --{name} is {size}")
         size, chunks = named.pop("sequences", 1), named.pop("chunks", None)
         if each := named.pop("layers of a chunk", None):
             count, rest = divmod(question.model.layers, named.get("pp", 1) * each)
             if rest or not count or chunks not in (None, count):
-                raise InputError(
-                    f"today = {self.text!r}: {each} layers a chunk do not divide {question.model.layers} so"
-                )
+                raise _wrong(self.text, f"{each} layers a chunk do not divide {question.model.layers} so")
             chunks = count
         ends = {end: named.pop(end) for end in ("first", "last", *SPLIT.values()) if end in named}
         degrees = {"tp": 1, "pp": 1, "cp": 1, "ep": 1} | named
         if question.limit and degrees["pp"] > 1:
-            raise InputError(f"today = {self.text!r}: {question.limit}")
+            raise _wrong(self.text, question.limit)
         one = degrees["tp"] * degrees["pp"] * degrees["cp"]
         dp = degrees.setdefault("dp", question.gpus // max(1, one))
         replicas = dp * degrees["cp"]
         if one * dp != question.gpus:
             words = " · ".join(f"{name} {degrees[name]}" for name in ("tp", "pp", "cp", "dp"))
-            raise InputError(f"today = {self.text!r}: {words} are {one * dp} GPUs, there are {question.gpus}")
+            raise _wrong(self.text, f"{words} are {one * dp} GPUs, there are {question.gpus}")
         if not size or question.batch % (dp * size):
-            raise InputError(
-                f"today = {self.text!r}: {dp} replicas of micro-batches of {size} sequences must divide the batch of "
-                f"{question.batch}"
-            )
+            who = f"{dp} replicas of micro-batches of {size} sequences"
+            raise _wrong(self.text, f"{who} must divide the batch of {question.batch}")
         if degrees["ep"] > 1 and (question.stack == "torch" or replicas % degrees["ep"]):
             degrees.setdefault("etp", 1)
         degrees.setdefault("zero", zeros(question, degrees["pp"], replicas)[-1 if question.stack == "torch" else 0])
         run = question.run_of(question.batch // dp // size, size, self.recompute or LEVELS[0])
         written = self._division(question, degrees["pp"]) if self.written else {}
         if written and ends:
-            raise InputError(
-                f"today = {self.text!r}: a layout or pattern says which layers a stage has, also {next(iter(ends))}"
-            )
+            raise _wrong(self.text, f"a layout or pattern says which layers a stage has, also {next(iter(ends))}")
         if written and chunks not in (None, written["chunks"]):
-            raise InputError(f"today = {self.text!r}: has {written['chunks']} stages a rank, not chunks {chunks}")
+            raise _wrong(self.text, f"has {written['chunks']} stages a rank, not chunks {chunks}")
         for count in (chunks,) if chunks is not None else (written.get("chunks", 1),) if written or ends else (1, 2):
             if ends:
                 written = {"layers": megatron.uneven_layers(question.model.layers, degrees["pp"], count, ends)}
-            shapes: tuple[Shape, ...] = ("looped", "v")
-            for shape in shapes if count != 1 and not written else shapes[:1]:
+            for shape in SHAPES if count != 1 and not written else SHAPES[:1]:
                 fields = degrees | {"chunks": count, "shape": shape} | written
                 division = Parallelism.from_dict(fields, f"today = {self.text!r}")
                 yield estimate(question.model, division, question.usable, run)
@@ -218,9 +210,11 @@ def running(today: Today, question: Question) -> Running:
         found = Running(candidate, schedule, needs, question.gpu.memory_bytes, assumed)
         return found if found.fits else replace(found, fitting=_fitting(question, estimated, method))
     assert estimated
-    raise InputError(
-        f"today = {today.text!r}: {method} is not a schedule of {Candidate(estimated)} ({reason}); name one"
-    )
+    raise _wrong(today.text, f"{method} is not a schedule of {Candidate(estimated)} ({reason}); name one")
+
+
+def _wrong(today: str, why: str) -> InputError:
+    return InputError(f"today = {today!r}: {why}")
 
 
 def _scheduled(question: Question, estimated: Estimate, method: str) -> tuple[Schedule, int]:
