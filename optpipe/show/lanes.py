@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from optpipe.evaluate.effects import Peak
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import KINDS, MARKS, Kind, Op
 from optpipe.model.problem import Problem
@@ -91,6 +92,12 @@ def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]
     """`memory_steps` as a list of (ms, bytes held from then on)."""
     moments, held = memory_steps(schedule, device)
     return list(zip(moments.tolist(), held.tolist(), strict=True))
+
+
+def tallest(peak: Peak) -> int:
+    """What the height of a device's memory stands for: its limit, unless it holds much less."""
+    limit = peak.limit or 0
+    return max(limit if limit <= 4 * peak.bytes else 0, peak.bytes, 1)
 
 
 def kinds_in(schedule: Schedule) -> list[Kind]:

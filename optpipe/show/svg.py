@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from optpipe.evaluate.effects import Peak
 from optpipe.model.ops import KINDS
-from optpipe.model.records import Device
 from optpipe.schedule import Schedule
 from optpipe.show import lanes
 from optpipe.show.lanes import Block, blocks, colour_of, kinds_in
@@ -36,7 +36,7 @@ def gantt(schedule: Schedule, title: str = "", until_ms: float | None = None) ->
     for device, peak in enumerate(schedule.compiled.certificate.device):
         top = TOP + device * pitch
         body.append(f'<text x="{LEFT - 8}" y="{top + 16}" text-anchor="end" fill="#222">device {device}</text>')
-        body += _memory(schedule, device, peak.bytes, scale, horizon, top + pitch - MEMORY - GAP + 4)
+        body += _memory(schedule, device, peak, scale, horizon, top + pitch - MEMORY - GAP + 4)
     return "\n".join([*body, "</svg>"]) + "\n"
 
 
@@ -52,8 +52,7 @@ def _head(schedule: Schedule, title: str) -> Iterator[str]:
         yield f'<text x="{x + 16}" y="40" fill="#333">{KINDS[kind].word}</text>'
         x += 30 + 6.4 * len(KINDS[kind].word)
     yield f'<rect x="{x}" y="32" width="11" height="8" fill="#DCE3EA"/>'
-    peaks = zip(schedule.problem.devices, schedule.compiled.certificate.device, strict=True)
-    dashed = any(device.activation_budget_bytes == _tallest(device, peak.bytes) for device, peak in peaks)
+    dashed = any(peak.limit == lanes.tallest(peak) for peak in schedule.compiled.certificate.device)
     darker = "; the later of a device's stages are darker" if lanes.several_stages(schedule.problem) else ""
     limit = ", limit dashed" if dashed else ""
     yield f'<text x="{x + 16}" y="40" fill="#333">activation memory{limit}{darker}</text>'
@@ -90,15 +89,8 @@ def _block(block: Block, scale: float, top: float, titled: bool) -> str:
     )
 
 
-def _tallest(device: Device, peak: int) -> int:
-    """What the height of a device's memory stands for: its limit, unless it holds much less."""
-    limit = device.activation_budget_bytes
-    return max(limit if limit <= 4 * peak else 0, peak, 1)
-
-
-def _memory(schedule: Schedule, device: int, peak: int, scale: float, horizon: float, top: float) -> Iterator[str]:
-    limit = schedule.problem.devices[device].activation_budget_bytes
-    tallest = _tallest(schedule.problem.devices[device], peak)
+def _memory(schedule: Schedule, device: int, peak: Peak, scale: float, horizon: float, top: float) -> Iterator[str]:
+    tallest = lanes.tallest(peak)
     base = top + MEMORY - 4
     path, held = [f"M{LEFT},{base}"], 0
     for moment, now in lanes.memory_over_time(schedule, device):
@@ -106,10 +98,10 @@ def _memory(schedule: Schedule, device: int, peak: int, scale: float, horizon: f
         path += [f"L{x:.1f},{base - size / tallest * (MEMORY - 6):.1f}" for size in (held, now)]
         held = now
     yield f'<path d="{" ".join(path)} L{LEFT + horizon * scale:.1f},{base} Z" fill="#DCE3EA"/>'
-    if limit == tallest:
+    if peak.limit == tallest:
         y = base - (MEMORY - 6)
         yield (
             f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + horizon * scale:.1f}" y2="{y}" stroke="#C0392B" '
             'stroke-dasharray="4 3"/>'
         )
-    yield f'<text x="{LEFT - 8}" y="{base}" font-size="9" text-anchor="end" fill="#777">{bytes_text(peak)}</text>'
+    yield f'<text x="{LEFT - 8}" y="{base}" font-size="9" text-anchor="end" fill="#777">{bytes_text(peak.bytes)}</text>'

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from optpipe.model.ops import COMPUTE, KINDS, Kind
 from optpipe.schedule import Schedule
-from optpipe.show.lanes import blocks, colour_of, kinds_in, memory_steps, several_stages, text_colour
+from optpipe.show.lanes import blocks, colour_of, kinds_in, memory_steps, several_stages, tallest, text_colour
 from optpipe.text import bytes_text
 
 LABEL = 12
@@ -73,11 +73,8 @@ def _cells(schedule: Schedule, columns: int) -> list[list[Cell]]:
 
 def _memory(schedule: Schedule, device: int, columns: int) -> str:
     """The most that the device holds in each cell, as a share of its limit, or of its peak if that is far below."""
-    peak = schedule.compiled.certificate.device[device]
-    full = peak.limit if peak.limit and peak.limit <= 4 * peak.bytes else peak.bytes
+    full = tallest(schedule.compiled.certificate.device[device])
     moments, held = memory_steps(schedule, device)
-    if not full:
-        return ""
     moments, held = np.r_[-np.inf, moments], np.r_[0, held]
     edges = np.linspace(0, schedule.makespan_ms, columns + 1)
     begins = (np.searchsorted(moments, edges[:-1], side="right") - 1).tolist()

@@ -98,7 +98,7 @@ def assign(batch: Problem, replicas: int, counts: Sequence[int] | None = None, f
         exchange(figures, rules, state, order, each, ms, 0, False)
         return float(ms.max())
 
-    rules = min(_plain_rules(batch, order[0]), key=slowest_ms)
+    rules = min(plain_rules(batch, order[0]), key=slowest_ms)
     tries = MOST_SIMULATED // (3 * len(batch.stages) * int(each.max()) + CHANGE)
     exchange(figures, rules, state, order, each, ms, tries, free)
     if not np.isfinite(ms).all():
@@ -145,7 +145,7 @@ def _longest_first(work: Floats, counts: Ints, free: bool) -> tuple[Ints, Ints]:
     return order, sizes
 
 
-def _plain_rules(batch: Problem, order: Ints) -> Iterator[Rules]:
+def plain_rules(batch: Problem, order: Ints) -> Iterator[Rules]:
     """Yields rules that share memory among stages."""
     choices, stages, most = Choices.from_problem(batch), len(batch.stages), len(order)
     shares = [in_flight.clip(1, most) for in_flight in memory_shares(batch)]

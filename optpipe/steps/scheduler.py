@@ -11,24 +11,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from optpipe.dispatch.descents import (
-    SearchProgress,
-    StageRelief,
-    compile_descents,
-    descents,
-    moved_rules,
-    rules_of_schedule,
-    whole_reliefs,
-)
+from optpipe.dispatch.descents import SearchProgress, descents, moved_rules, rules_of_schedule
 from optpipe.dispatch.simulate import Simulator
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import NO_SCHEDULE_MS, shorter
 from optpipe.model.problem import Problem
-from optpipe.model.rules import Rules
-from optpipe.process.background import be_a_nicer_thread
+from optpipe.process.background import be_nicer
 from optpipe.schedule import Schedule, check
-from optpipe.steps.assign import assign, require_room
+from optpipe.steps.assign import assign, plain_rules, require_room
 from optpipe.steps.cost_model import CostModel, StepRules
 
 METHOD = "step"
@@ -60,17 +51,13 @@ class PlannedStep:
         self._steps = descents(self._simulator, "makespan", 0, moved, race=int(RACE_SHARE * tries))
         self._search(tries)
         if self._best is None:
-            alone = rules_of_schedule(self._simulator, self._one_by_one())
+            alone = rules_of_schedule(self._simulator, self._plainly())
             self._steps = descents(self._simulator, "makespan", 0, alone)
             self._search(tries)
         self.first = self._schedule()
         self._thread = threading.Thread(target=self._go_on, daemon=True, name="step schedules")
         if improve:
             self._thread.start()
-
-    def ready(self) -> bool:
-        """Whether the search is over: `best` cannot become shorter by waiting."""
-        return self._over.is_set() or not self._thread.is_alive()
 
     def best(self) -> Schedule:
         """End the search. Returns the shortest schedule, certified; `first` if none is shorter.
@@ -84,14 +71,11 @@ class PlannedStep:
             self._answer = better if shorter(better.makespan_ms, self.first.makespan_ms) else self.first
         return self._answer
 
-    def _one_by_one(self) -> Schedule:
-        """One micro-batch at a time, where no rules that share memory lead to a schedule: all stays, or what can leave
-        does."""
-        simulator, m = self._simulator, self.problem.microbatches
-        in_flight, wait_ms = np.ones(simulator.stages, dtype=np.int64), np.zeros((2, simulator.stages))
-        for relief in (StageRelief.none(simulator.stages), *whole_reliefs(simulator.choices)):
-            rules = Rules(in_flight, wait_ms, *relief.of_each(m), simulator.choices.carry_ms, np.arange(m))
-            schedule = simulator.schedule(rules, METHOD)
+    def _plainly(self) -> Schedule:
+        """By plain rules, at last one micro-batch at a time, where no rules of a search lead to a schedule."""
+        m = self.problem.microbatches
+        for rules in plain_rules(self.problem, np.arange(m)):
+            schedule = self._simulator.schedule(rules, METHOD)
             if schedule is not None and not check(self.problem, schedule):
                 return schedule
         raise ScheduleError(
@@ -108,7 +92,7 @@ class PlannedStep:
             tries += step.tried
 
     def _go_on(self) -> None:
-        be_a_nicer_thread()
+        be_nicer(threading.get_native_id())
         end = time.monotonic() + LONGEST_SEARCH_S
         while not self._over.is_set() and time.monotonic() < end:
             self._search(1)
@@ -146,7 +130,6 @@ class StepScheduler:
     def prepare(self) -> None:
         """Compile what schedules and assigns: some seconds the first time on a machine, later a moment."""
         compile_at_once()
-        compile_descents(Simulator(self.template))
         PlannedStep(self.template, improve=False)
         assign(self.template, 1)
 

@@ -7,16 +7,16 @@ a prior is normal around the preset (`Gpu.covariance`), errors of predictions ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
-from optpipe.transformer.gpu import PARAMETERS, Gpu, Parameter
+from optpipe.transformer.gpu import PARAMETERS, Gpu
 from optpipe.transformer.iterations import Iteration, iteration_ms
 
-NAMES: tuple[Parameter, ...] = get_args(Parameter)
+NAMES = tuple(PARAMETERS)
 STEP = -1e-3  # of a logarithm, for derivatives: down, since fractions end at 1
 ROUNDS, STEPS = 3, 30
 HUBER = 1.5  # standard deviations from which on an error counts by its size, not by its square

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -13,19 +13,9 @@ from optpipe.transformer.records import Count, Degree, Numbers, Precision, Recom
 Speed = Annotated[float, Field(gt=0, le=1e21)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Time = Annotated[float, Field(ge=0, le=1e6)]
-Parameter = Literal[
-    "matmul_fraction",
-    "matmul_depth",
-    "attention_fraction",
-    "memory_fraction",
-    "host_us",
-    "link_fraction",
-    "link_us",
-    "network_fraction",
-]
 # What `calibrate` learns, with the relative standard deviation of each before anything is measured: of an assumption
 # about a fraction 15 or 25 %, of the others a factor of 2 to 3.
-PARAMETERS: dict[Parameter, float] = {
+PARAMETERS: dict[str, float] = {
     "matmul_fraction": 0.15,
     "matmul_depth": 0.7,
     "attention_fraction": 0.2,

@@ -51,7 +51,6 @@ def test_schedules_are_valid_and_only_become_shorter(devices: int, microbatches:
         assert not check(problem, schedule)
         assert certify(problem, schedule).fits
     assert planned.best() is best
-    assert planned.ready()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is a process's elsewhere")
