@@ -53,23 +53,6 @@ class Row:
         return self.result.makespan_ms
 
     @property
-    def span_ms(self) -> float | None:
-        return self.result.span_ms
-
-    @property
-    def value_ms(self) -> float | None:
-        """What is compared: the objective."""
-        return self.result.value_ms
-
-    @property
-    def lower_bound_ms(self) -> float | None:
-        return self.result.lower_bound_ms
-
-    @property
-    def bubble(self) -> float | None:
-        return self.result.bubble
-
-    @property
     def gap(self) -> float | None:
         """How much shorter a schedule could at most be, as a share of this one; None if it does not fit."""
         return self.result.gap if self.fits else None
@@ -112,17 +95,17 @@ class Comparison:
         """Sorts the rows. A search's bound for the problem's own stages also holds for all others on them."""
 
         def place(row: Row) -> tuple[bool, bool, float, bool]:
-            return row.schedule is None, not row.fits, row.value_ms or 0.0, not is_search(row.method)
+            return row.schedule is None, not row.fits, row.result.value_ms or 0.0, not is_search(row.method)
 
         proven = max(
-            (row.lower_bound_ms or 0.0 for row in rows if is_search(row.method) and row.placements == "keep"),
+            (row.result.lower_bound_ms or 0.0 for row in rows if is_search(row.method) and row.placements == "keep"),
             default=0.0,
         )
         bounded = []
         for row in rows:
             searched_all = is_search(row.method) and row.placements == "all"  # its bound holds for all stages
             if row.schedule and row.schedule.placement is None and not searched_all:
-                bound_ms = max(row.lower_bound_ms or 0.0, proven)
+                bound_ms = max(row.result.lower_bound_ms or 0.0, proven)
                 row = replace(row, result=replace(row.result, lower_bound_ms=bound_ms))
             bounded.append(row)
         return cls(problem, options, tuple(sorted(bounded, key=place)))

@@ -74,7 +74,7 @@ def watched(
     with waiting("comparing", quiet) as show:
 
         def report(row: Row) -> None:
-            value = f"{row.value_ms:.5g} ms" if row.value_ms is not None else "no schedule"
+            value = f"{row.result.value_ms:.5g} ms" if row.result.value_ms is not None else "no schedule"
             show(f"comparing, after {label(row)}: {value}")
 
         return compared(problem, options.methods, starts=starts, report=report, **options.search())
@@ -116,10 +116,13 @@ def table(comparison: Comparison) -> Table:
                 stages = "1" if one else f"{placement.chunks} {NAMES[placement.shape]}"
             table.add_row(
                 label(row),
-                f"{row.value_ms:.5g}",
-                f"{row.bubble:.1%}",
+                f"{row.result.value_ms:.5g}",
+                f"{row.result.bubble:.1%}",
                 _peak(row),
-                *("" if row.gap is None else text for text in (f"{row.gap or 0.0:.1%}", f"{row.lower_bound_ms:.5g}")),
+                *(
+                    "" if row.gap is None else text
+                    for text in (f"{row.gap or 0.0:.1%}", f"{row.result.lower_bound_ms:.5g}")
+                ),
                 stages,
                 style=None if row.fits else "dim",
             )
@@ -217,7 +220,7 @@ def try_(
     echo()
     for line in gain_lines(before.schedule, after.schedule):
         print_table(line)
-    plot(after.schedule, before.schedule, after.lower_bound_ms).save(html)
+    plot(after.schedule, before.schedule, after.result.lower_bound_ms).save(html)
     echo()
     echo(f"Both on one time scale, with their memory: {html.resolve()}")
     echo("What is gained at less and more memory, in a minute: optpipe try --curve")
@@ -260,7 +263,7 @@ def _example_table(comparison: Comparison) -> Table:
         table.add_row(
             f"OptPipe ({row.schedule.method})" if row is best else row.method,
             f"{row.makespan_ms:.0f} ms",
-            f"{row.bubble:.0%}",
+            f"{row.result.bubble:.0%}",
             bytes_text(peak.bytes),
             "" if row.fits else f"does not fit in {bytes_text(peak.limit or 0)}",
             style="bold" if row is best else None if row.fits else "dim",

@@ -40,7 +40,7 @@ def test_the_shortest_that_fits_comes_first_and_nothing_is_ahead_of_the_solver(f
     for row in found.rows:
         if row.fits and row.schedule.placement is None and row.method != "auto":
             assert row.makespan_ms >= kept.makespan_ms
-            assert row.lower_bound_ms >= kept.lower_bound_ms
+            assert row.result.lower_bound_ms >= kept.result.lower_bound_ms
 
 
 def test_each_row_agrees_with_its_schedule(found):
@@ -56,12 +56,12 @@ def test_each_row_agrees_with_its_schedule(found):
             assert row.reason is None
             assert peak.bytes <= 15
             assert 0 <= row.gap < 1
-            assert row.lower_bound_ms <= row.makespan_ms * (1 + 1e-9)
+            assert row.result.lower_bound_ms <= row.makespan_ms * (1 + 1e-9)
         else:
             assert row.reason == f"device {device} needs {peak.bytes} B and has 15 B"
             assert f"device {device} needs {peak.bytes} B during" in " ".join(wrong)
             assert row.gap is None
-        assert row.span_ms <= row.makespan_ms
+        assert row.result.span_ms <= row.makespan_ms
 
 
 def test_some_methods_do_not_apply_to_the_given_stages():
@@ -95,7 +95,11 @@ def test_every_generated_schedule_is_verified(monkeypatch):
     monkeypatch.setattr(solvers.installed(), "COMPARE", "support.fakes.lying_compare_solver")
     small = chain(m=3)
     honest, greedy, *rest = optpipe.compare(small, ["any"]).rows
-    assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == ("honest", one_by_one(small).makespan_ms, 3)
+    assert (honest.method, honest.makespan_ms, honest.result.lower_bound_ms) == (
+        "honest",
+        one_by_one(small).makespan_ms,
+        3,
+    )
     assert (greedy.method, greedy.makespan_ms) == ("greedy", gpipe(small).makespan_ms)
     assert greedy.reason == "device 0 needs 3 kB and has 2 kB"
     reasons = {row.method: row.reason for row in rest}
@@ -145,4 +149,4 @@ def test_a_search_ends_no_longer_than_what_it_starts_from(monkeypatch):
 
 def test_what_is_compared_is_the_objective():
     rows = optpipe.compare(problem(memory=100), ["gpipe", "1f1b", "zb-h1"], placements="keep", objective="span").rows
-    assert [row.value_ms for row in rows] == sorted(row.span_ms for row in rows)
+    assert [row.result.value_ms for row in rows] == sorted(row.result.span_ms for row in rows)

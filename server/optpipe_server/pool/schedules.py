@@ -115,7 +115,7 @@ def _compared(row: Row) -> _Row:
     if row.schedule is None:
         return _row(row.method, [row.reason or ""])
     schedule = replace(row.schedule, method=row.method)
-    return _row(row.method, schedule.compiled.complaints, schedule, row.lower_bound_ms)
+    return _row(row.method, schedule.compiled.complaints, schedule, row.result.lower_bound_ms)
 
 
 class Stored(NamedTuple):
