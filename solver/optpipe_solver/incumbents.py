@@ -111,6 +111,7 @@ class Incumbents:
                 return None
             if self._hands_on_rules and schedule.rules is None and self.best is not None and self.best.rules:
                 schedule = replace(schedule, rules=self.best.rules)
+            vars(schedule).pop("compiled", None)  # which takes most of its memory
             kept = _Kept(schedule, ms)
             self._best_of |= dict.fromkeys(kinds, kept)
             if is_best:

@@ -9,7 +9,7 @@ import numpy as np
 
 from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.objective import Objective
-from optpipe.evaluate.timeline import Timeline
+from optpipe.evaluate.timeline import Timeline, depths
 from optpipe.model.arrays import Flags, Floats
 from optpipe.model.ops import COMPUTE, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
@@ -62,31 +62,19 @@ def deliveries(schedule: Schedule, objective: Objective) -> Floats:
     return delivery
 
 
-def tails(schedule: Schedule, delivery: Floats | None = None) -> list[float]:
-    """The longest path from each op's start to the end, in ms, by rows of the timeline: `simulate`'s graph backwards.
+def tails(schedule: Schedule, delivery: Floats | None = None) -> Floats:
+    """(n,) the longest path from each op's start to the end in ms, by rows of the timeline.
 
     `delivery`: what to add after each device's compute ops, as from `deliveries`.
     """
-    compiled = schedule.compiled
-    lasts = compiled.durations_ms.tolist()
-    waits, delays = (array.tolist() for array in compiled.waits)
-    followers = [0] * len(lasts)
-    for row in waits:
-        for j in row:
-            followers[j] += j >= 0
-    tail: list[float] = list(lasts)
-    if delivery is not None:
-        rows = compiled.rows
-        tail = (compiled.durations_ms + delivery[rows.device] * rows.of_kinds(*COMPUTE)).tolist()
-    ready = [i for i, n in enumerate(followers) if n == 0]
-    while ready:
-        i = ready.pop()
-        for j, delay in zip(waits[i], delays[i], strict=True):
-            if j >= 0:
-                tail[j] = max(tail[j], lasts[j] + tail[i] + delay)
-                followers[j] -= 1
-                if followers[j] == 0:
-                    ready.append(j)
+    compiled, rows = schedule.compiled, schedule.compiled.rows
+    lasts, (waits, delays) = compiled.durations_ms, compiled.waits
+    tail: Floats = lasts + (0.0 if delivery is None else delivery[rows.device] * rows.of_kinds(*COMPUTE))
+    depth = depths(waits, np.arange(len(rows)))
+    ranked = np.argsort(depth, kind="stable")
+    for group in reversed(np.split(ranked, np.flatnonzero(np.diff(depth[ranked])) + 1)):  # later groups wait for it
+        for needed, delay in zip(waits[group].T, delays[group].T, strict=True):
+            np.maximum.at(tail, needed[needed >= 0], (lasts[needed] + tail[group] + delay)[needed >= 0])
     return tail
 
 
@@ -96,14 +84,13 @@ def allocation_times(timeline: Timeline) -> Floats:
     Of a transfer, which allocates then, this is its start or, where it waits for its link, the start of the next op on
     the compute stream.
     """
+    n, device = len(timeline.start), timeline.device
+    moving = np.flatnonzero(timeline.rows.transfer)
+    following = np.minimum.accumulate(np.where(timeline.rows.transfer, n, np.arange(n))[::-1])[::-1][moving]
+    moving, following = (rows[following < n] for rows in (moving, following))
+    moving, following = (rows[device[following] == device[moving]] for rows in (moving, following))
     moment = timeline.start.copy()
-    moving, device = timeline.rows.transfer.tolist(), timeline.device.tolist()
-    next_start = dict.fromkeys(device, np.inf)
-    for i in reversed(range(len(moment))):
-        if moving[i]:
-            moment[i] = min(moment[i], next_start[device[i]])
-        else:
-            next_start[device[i]] = moment[i]
+    moment[moving] = np.minimum(moment[moving], moment[following])
     return moment
 
 

@@ -26,16 +26,18 @@ class EngineRun:
     repeat: bool = False  # over and over until time is up
 
 
+WINDOWS = 20_000  # forwards up to which CP-SAT on windows pays; at 32,768 none gains in a minute
+
 AUTO = (
     EngineRun("dispatch", 0.08),  # rules of a list scheduler; the sooner, the better what the others start from
     EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon, whatever it starts from
     EngineRun("anneal", 0.12),  # exchanges of ops, of many micro-batches at once, where no activation moves
     EngineRun("cpsat", 0.10, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun("lns", 0.20),  # windows; a long run, since it forgets at its end what it has learnt
+    EngineRun("lns", 0.20, WINDOWS),  # windows; a long run, since it forgets at its end what it has learnt
     EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
     EngineRun(methods.MILP, 0.03, max_forwards=256),  # windows, a second each at 256 forwards; small problems whole
     EngineRun("anneal", 0.12, repeat=True),  # from the best schedule of all
-    EngineRun("lns", 0.15, repeat=True),  # likewise
+    EngineRun("lns", 0.15, WINDOWS, repeat=True),  # likewise
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
 )
 MILP_OPS = 60  # compute ops up to which the whole MILP is solved in `auto`

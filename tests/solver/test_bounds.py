@@ -174,6 +174,14 @@ def test_parts_of_one_activation_leave_one_after_the_other():
     assert memory_bound(problem, "span") == pytest.approx(100 * (2 + 2 + (4 + 3 + 2 + 1) * (2 + 2) / 4), rel=0.01)
 
 
+def test_beside_a_weight_gradient_that_leaves_no_room_for_an_activation_there_is_none():
+    """Of five bytes an activation holds all for 10 + 12 ms until it is away, and for 12 + 10 ms when it is back, then
+    two for the 8 ms of its weight gradient."""
+    problem = problems.pipeline(2, 50, 5, problems.stage((10, 10, 8), (5, 2), offload=(12.0, 12.0, 5)), p2p_ms=50.0)
+    assert memory_bound(problem, "span") == pytest.approx(50 * (22 + 22 + 8))
+    assert memory_bound(problem) <= next(STREAMS["adaoffload"](problem, "makespan")).makespan_ms < 1.05 * 50 * 52
+
+
 def test_memory_fills_forward_by_forward_and_empties_backward_by_backward():
     """A weight gradient frees a quarter in 10 ms, and 20 ms of a backward may have passed already: half is full."""
     problem = pipeline(12, 100, (10.0, 10.0, 10.0), 0.0, memory=4)

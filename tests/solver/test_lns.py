@@ -2,16 +2,20 @@
 
 import random
 
+import numpy as np
 import pytest
 from support.frames import schedules
 from support.oracles.enumeration import problem_of, stage
 
 from optpipe import Problem, Schedule, check
+from optpipe.lift import lift
 from optpipe.process.protocol import Frame, Programs, Request
 from optpipe_solver import lns
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat.grid import Grid, is_expressible, place_on_grid, split_dispensable
+from optpipe_solver.cpsat.model import WindowModel
+from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.lns.improve import FEWEST_OPS, QUICK_S, Breadth, WindowChoice, improvements
 from optpipe_solver.schedule_facts import deliveries, tails
@@ -119,3 +123,19 @@ def test_windows_grow_while_they_are_solved_at_once_and_shrink_where_they_are_no
     assert breadth.ops == FEWEST_OPS
     breadth.learn(5.0, QUICK_S, True, QUICK_S)
     assert breadth.score > 0.0
+
+
+def test_a_model_has_what_its_window_touches_however_long_the_schedule_is() -> None:
+    def sizes(microbatches: int) -> tuple[int, int]:
+        problem = offloading(4, microbatches)
+        schedule = split_dispensable(next(STREAMS["adaoffload"](problem, "makespan")))
+        grid, middle = Grid.for_problem(problem), schedule.makespan_ms / 2
+        incumbent = place_on_grid(grid, schedule)
+        begin = round(middle / float(grid.tick))
+        model = WindowModel(grid, incumbent, Window(begin, begin + round(30 / float(grid.tick))), objective="ends")
+        answer = model.solve(Clock(20.0, counts=True), 1, 0)
+        assert answer.starts
+        assert check(problem, lift(problem, grid.starts_ms(answer.starts))) == []
+        return len(model.model.proto.variables), len(model.model.proto.constraints)
+
+    assert np.array(sizes(120)) == pytest.approx(np.array(sizes(30)), rel=0.3)

@@ -114,9 +114,11 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     Bytes do not fill memory as water does: of three activations of 10 and a memory of 38 the last 8 are of no use to a
     fourth. So sizes are measured by dual feasible functions f (Fekete and Schepers 2001): whatever fits into the memory
     at once has values that add up to at most 1, hence the values of all that is held, summed over time, add up to at
-    most T. f(x) = x / memory is one of them. What cannot be in use right after the start and right before the end is
-    added (`_unused`). The `deferral_bound` holds as well, and alone where more micro-batches differ than can be looked
-    at.
+    most T. f(x) = x / memory is one of them. Where one op runs at a time, and f is 0 of all that fits beside what an op
+    holds while it runs, that may count as 1: a weight gradient keeps activations away for which it leaves no room. What
+    cannot be in use right after the start and right before the end is added (`_unused`) or, after the last input
+    gradient, the way back less the weight gradients that memory lets wait until then. The `deferral_bound` holds as
+    well, and alone where more micro-batches differ than can be looked at.
     """
     paths, work = shortest_paths(problem), _work(problem, (Kind.B, Kind.W))
     bounds = [deferral_bound(problem, objective)]
@@ -129,14 +131,21 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
         n, passes = len(devices), [at for d in devices for at in paths.passes[d]]
         stages = [(held[j][s], paths.ms[j][:, s]) for j, s in passes]
         memory = sum(problem.devices[d].activation_budget_bytes for d in devices)
-        for measure in measures(memory, [each for each, _ in stages]):
-            needed = work[list(devices)].sum() / n * weights[COMPUTE]
+        alone = n == 1 and problem.overlap_factor is None and not problem.costs.can_evict.any()
+        for measured in measures(memory, [each for each, _ in stages], alone):
+            needed = work[list(devices)].sum() / n * weights[COMPUTE]  # in steps: whole numbers have no noise
             for (j, s), (stage_held, ms) in zip(passes, stages, strict=True):
-                costs = _choice_costs(problem, s, j, stage_held, ms, paths.round_trip[j, s], measure, n)
+                costs = _choice_costs(problem, s, j, stage_held, ms, paths.round_trip[j, s], measured, n)
                 needed = needed + paths.passing[j] * (costs @ weights).min(axis=0)
-            unused = _unused(measure, stages, float(needed.max()) / 2) if n == 1 else 0.0
-            longest = float((needed + unused * weights[MEMORY]).max())
-            bounds.append(longest + (float(paths.arrives[list(devices)].min()) if objective == "makespan" else 0.0))
+            least = float(needed.max()) / tuning.WEIGHT_STEPS
+            unused = _unused(measured.running, stages, least / 2) if n == 1 else 0.0
+            longest = float((needed + unused * weights[MEMORY]).max()) / tuning.WEIGHT_STEPS
+            arrives = float(paths.arrives[list(devices)].min()) if objective == "makespan" else 0.0
+            bounds.append(arrives + longest)
+            if alone and objective == "makespan":
+                waiting = [(float(paths.ms[j][Kind.W, s]), held[j][s].waiting, paths.passing[j]) for j, s in passes]
+                left = max(waiting)[0] + _deferred(waiting, memory - min(held[j][s].backward for j, s in passes))
+                bounds.append(arrives + least - left + min(paths.after[at] for at in passes))
     return max(bounds)
 
 
@@ -149,7 +158,7 @@ def _peers(problem: Problem, device: int) -> tuple[int, ...]:
 
 
 def _choice_costs(
-    problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, trip: float, measure: Measure, devices: int
+    problem: Problem, s: int, j: int, held: StageBytes, ms: Floats, trip: float, by: Measures, devices: int
 ) -> Floats:
     """Return (choices, 3) what becomes of one activation, and its cost: ms of all memory, of the links, of compute.
 
@@ -159,13 +168,13 @@ def _choice_costs(
     once. Then fewer are away at a time, which is the choice of those only; each way counts half. So does each of two
     links where a device has one to its peer, too. Of several devices each has that much of links and compute.
     """
-    stage, costs_of = problem.stages[s], problem.costs
+    stage, costs_of, (measure, running) = problem.stages[s], problem.costs, by
     here, offloads = costs_of.device == stage.device, costs_of.can_offload | costs_of.levels.can_offload.any(axis=0)
     evicts = devices == 1 and bool(costs_of.can_evict[here].any())
     links = devices * (1 + (evicts and bool(offloads[here].any())))
     between = max(0.0, trip - float(ms[Kind.F] + ms[Kind.B]))
-    ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
-    ends += measure(held.weight) * float(ms[Kind.W])
+    ends = running(held.forward) * float(ms[Kind.F]) + running(held.backward) * float(ms[Kind.B])
+    ends += running(held.weight) * float(ms[Kind.W])
     # Bytes that wait for the backward, and of their parts that can leave; ms of a part's transfers; of a recompute the
     # bytes and ms: of the whole activation, and of the checkpoint of each level. Last, of what is evicted.
     ways = [(held.stays, held.parts, float(ms[Kind.O]) + float(ms[Kind.R]), 0, 0.0)]
@@ -177,7 +186,7 @@ def _choice_costs(
         ways.append((held.stays, [int(costs_of.evict[s, j])], float(ms[Kind.E]) + float(ms[Kind.L]), 0, 0.0))
     costs = []
     for way, (stays, parts, moved_ms, recompute_bytes, recompute_ms) in enumerate(ways):
-        computed, rest = measure(recompute_bytes) * recompute_ms, max(0.0, between - recompute_ms)
+        computed, rest = running(recompute_bytes) * recompute_ms, max(0.0, between - recompute_ms)
         one_way = problem.transfer_mode == "half_duplex" or way > len(held.levels)
         busy = moved_ms * (1.0 if one_way else 0.5) / links
         there = [measure(stays - size) for size in accumulate(sorted(parts, reverse=True), initial=0)]
@@ -189,32 +198,49 @@ def _choice_costs(
 
 @cache
 def _weights() -> Floats:
-    """Return (3, ways) all ways to split one over memory, link and compute, in `tuning.WEIGHT_STEPS` steps."""
+    """Return (3, ways) all ways to split `tuning.WEIGHT_STEPS` over memory, link and compute."""
     n = tuning.WEIGHT_STEPS
-    return np.array([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]).T / n
+    return np.array([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)], dtype=float).T
 
 
 Measure = Callable[[int], float]
 
 
-def measures(memory: int, stages: list[StageBytes]) -> list[Measure]:
-    """Return bytes' share of the memory, and the dual feasible functions that give more for some of these sizes."""
+class Measures(NamedTuple):
+    """Values of bytes of which all that is held at once has 1 at most."""
+
+    held: Measure
+    running: Measure  # while an op of the activation runs: the same, or 1 where nothing that counts fits beside it
+
+
+def measures(memory: int, stages: list[StageBytes], alone: bool = False) -> list[Measures]:
+    """Return bytes' share of the memory, and the dual feasible functions that give more for some of these sizes, or for
+    what runs, where ops run `alone`."""
     if not memory:
-        return [lambda size: 0.0]
-
-    def share(size: int) -> float:
-        return size / memory
-
-    def steps(k: int) -> Measure:
-        return lambda size: share(size) if (k + 1) * size % memory == 0 else (k + 1) * size // memory / k
-
+        return [Measures(lambda size: 0.0, lambda size: 0.0)]
     sizes = {size for held in stages for size in (held.stays, held.waiting, *(x.checkpoint for x in held.levels))}
-    by_values: dict[tuple[float, ...], Measure] = {tuple(map(share, sizes)): share}
+    counted = {size for held in stages for size in held.counted()}
+    share = _steps(memory, 0)
+    by_values = {tuple(map(share, sizes)): Measures(share, share)}
     for k in range(1, tuning.MEASURES + 1 if len(stages) <= tuning.MEASURE_STAGES else 1):
-        measure = steps(k)
+        measure = _steps(memory, k)
         if any(measure(size) > share(size) for size in sizes if size <= memory):
-            by_values.setdefault(tuple(map(measure, sizes)), measure)
+            by_values.setdefault(tuple(map(measure, sizes)), Measures(measure, measure))
+        room = memory - min((size for size in counted if measure(size)), default=memory)
+        if alone and any(size > room and measure(size) < 1 for size in counted):
+            by_values.setdefault((room,), Measures(measure, _steps(memory, k, room)))
     return list(by_values.values())
+
+
+def _steps(memory: int, k: int, room: float = inf) -> Measure:
+    """Return u^(k) of Fekete and Schepers: shares of memory, rounded down to multiples of 1 / k, of 0 as they are. More
+    than `room` counts as 1."""
+
+    def value(size: int) -> float:
+        exact = not k or (k + 1) * size % memory == 0
+        return 1.0 if size > room else size / memory if exact else (k + 1) * size // memory / k
+
+    return value
 
 
 def _unused(measure: Measure, stages: list[tuple[StageBytes, Floats]], within: float) -> float:
@@ -274,14 +300,19 @@ def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float
                     done += count * (ms[j][Kind.F, other] + gradient_ms)
                     if k >= at:
                         waiting.append((ms[j][Kind.W, other], held[j][other].waiting, count))
-        room = int(costs.activation_budget[d]) - min(held[j][s].backward for j in passing)
-        deferred = 0.0  # the most ms of weight gradients whose bytes fit together; the last may be taken in part
-        for each_ms, size, count in sorted(waiting, key=lambda each: -each[0] / max(each[1], 1e-9)):
-            taken = min(count, max(0, room) / size) if size else count
-            deferred += taken * each_ms
-            room -= int(np.ceil(taken * size))
+        deferred = _deferred(waiting, int(costs.activation_budget[d]) - min(held[j][s].backward for j in passing))
         bound = max(bound, paths.arrives[d] + done - deferred + min(after[j, s] for j in passing))
     return float(bound)
+
+
+def _deferred(waiting: list[tuple[float, int, int]], room: int) -> float:
+    """Return the most ms of weight gradients whose bytes fit together; the last may be taken in part."""
+    deferred = 0.0
+    for each_ms, size, count in sorted(waiting, key=lambda each: -each[0] / max(each[1], 1e-9)):
+        taken = min(count, max(0, room) / size) if size else count
+        deferred += taken * each_ms
+        room -= int(np.ceil(taken * size))
+    return deferred
 
 
 def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:

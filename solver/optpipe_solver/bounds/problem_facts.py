@@ -154,6 +154,12 @@ class StageBytes(NamedTuple):
     parts: list[int]  # of each part that can leave, if it is not recomputed; none if nothing can
     levels: list[LevelBytes]
 
+    def counted(self) -> set[int]:
+        """What it may hold while an op of it runs, and between F and the backward with the largest parts away."""
+        ways = ((self.stays, self.parts), *((level.checkpoint, level.parts) for level in self.levels))
+        left = {stays - gone for stays, parts in ways for gone in accumulate(sorted(parts, reverse=True), initial=0)}
+        return left | {self.forward, self.backward, self.weight, *(level.recompute for level in self.levels)}
+
     def least(self) -> int:
         """Between F and the backward, at least: what can leave has left, or is to be recomputed."""
         return min([self.stays - sum(self.parts), *(level.checkpoint - sum(level.parts) for level in self.levels)])

@@ -330,7 +330,7 @@ def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makesp
     end = round(float((timeline.end + delivery[timeline.device] * timeline.rows.of_kinds(*COMPUTE)).max()))
     start: dict[Op, int] = {}
     tail: dict[Op, int] = {}
-    for op, begin, left in zip(ops, map(round, timeline.start.tolist()), map(round, left_of), strict=True):
+    for op, begin, left in zip(ops, map(round, timeline.start.tolist()), map(round, left_of.tolist()), strict=True):
         done = 0
         for half in (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind == Kind.BW else (op,):
             start[half], tail[half] = begin + done, left - done

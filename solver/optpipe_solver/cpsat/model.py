@@ -145,16 +145,20 @@ class WindowModel:
 
     def _starts(self, value: Callable[[Moment | Choice], int]) -> Starts:
         """The starts of a solution, without drops and rooms on peers, which `lift` derives."""
-        v, starts = self.variables, Starts()
-        for x, at in v.start.items():
-            if x.kind not in MARKS and value(v.presence(x)):
-                parts = v.problem.stages[x.stage].offload_parts if x.kind in TRANSFERS else 0
-                starts[x._replace(part=max(0, x.part) % parts) if parts else x] = int(value(at))
-        for (s, j), fused in v.fused.items():
-            if value(fused):
-                starts[Op(BW, s, j)] = starts.pop(Op(B, s, j))
-                del starts[Op(W, s, j)]
-        return starts
+        v, started, tail = self.variables, self.variables.incumbent.start, self.variables.incumbent.tail
+        end, fused = int(value(v.end)), [at for at, choice in v.fused.items() if value(choice)]
+        starts = {x: int(value(at)) for x, at in v.start.items() if x.kind not in MARKS and value(v.presence(x))}
+        for x, at in started.items():  # of the passes that are not in the model
+            if x not in v.start and x.kind not in MARKS:
+                starts[x] = at if at < v.window.begin else end - tail[x]
+        for s, j in (*fused, *(v.incumbent.fused - v.fused.keys())):
+            starts[Op(BW, s, j)] = starts.pop(Op(B, s, j))
+            del starts[Op(W, s, j)]
+        parts = [stage.offload_parts for stage in v.problem.stages]
+        return {
+            x._replace(part=max(0, x.part) % parts[x.stage]) if x.kind in TRANSFERS and x.part else x: at
+            for x, at in starts.items()
+        }
 
     # --- what must have ended before an op starts
 
@@ -177,9 +181,9 @@ class WindowModel:
 
     def _wait_for_messages(self) -> None:
         """Forwards wait for the stage before, input gradients for the stage after, and for the message (Eq. 5, 6)."""
-        v = self.variables
-        for j in range(v.problem.microbatches):
-            for s, t in pairwise(v.problem.route(j)):
+        v, costs = self.variables, self.variables.problem.costs
+        for (s, i), (t, j) in pairwise(v.passes):
+            if i == j and costs.before[costs.route[j], t] == s:
                 self._start_after(Op(F, s, j), Op(F, t, j), v.grid.forward_delay(t, j))
                 self._start_after(Op(B, t, j), Op(B, s, j), v.grid.gradient_delay(s, j))
 
@@ -228,10 +232,12 @@ class WindowModel:
         for device_end in v.device_end:
             if device_end is not v.end:
                 v.model.add(v.end >= device_end)
+        started, delivery = v.incumbent.start, v.incumbent.delivery
         for s, j in v.passes:
-            w = Op(W, s, j)
-            end = v.device_end[v.device(w)] if w in v.free else v.end
-            v.model.add(end >= v.compute_end[w] + v.incumbent.delivery[v.device(w)])
+            if (w := Op(W, s, j)) in v.free:
+                v.model.add(v.device_end[v.device(w)] >= v.compute_end[w] + delivery[v.device(w)])
+        ended = [w for w in started if w.kind == W and v.side_of_window(v.incumbent_start(w)) < 0]
+        v.model.add(v.end >= max((started[w] + v.duration(w) + delivery[v.device(w)] for w in ended), default=0))
 
     def _start_after(self, x: Op, y: Op, delay: int = 0, presence: Choice = True) -> None:
         """y starts `delay` after x has ended, or later. Two ops before the window, or two after it, do so already."""

@@ -7,6 +7,7 @@ op starts at `end - tail`. A window of all of the time is the whole problem.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -82,8 +83,8 @@ class WindowVariables:
         self.fused: dict[tuple[int, int], Choice] = {}
         # The ops that start in the window.
         self.free: set[Op] = set()
-        # Stage and micro-batch of each forward.
-        self.passes = [(s, j) for j in range(self.problem.microbatches) for s in self.problem.route(j)]
+        # Stage and micro-batch of each forward whose ops the window may touch, and of its neighbours on the route.
+        self.passes = list(self._touched())
         for s, j in self.passes:
             self._create_compute(s, j)
             self._create_transfers(s, j)
@@ -97,6 +98,15 @@ class WindowVariables:
                 last = max((at + self.duration(x) for x, at in starts.items()), default=0)
                 spans.append(last - min(starts.values(), default=0))
             self.span = self.new_int(0, self.latest, max(spans), "span")
+
+    def _touched(self) -> Iterator[tuple[int, int]]:
+        """Yield each pass with an op in the window, or ops before and after it; and the passes next to it."""
+        start, window = self.incumbent.start, self.window
+        for j in range(self.problem.microbatches):
+            route = self.problem.route(j)
+            touched = [start[Op(F, s, j)] < window.end and start[Op(W, s, j)] >= window.begin for s in route]
+            near = zip(route, touched, [False, *touched], [*touched[1:], False], strict=False)
+            yield from ((s, j) for s, *neighbours in near if any(neighbours))
 
     # --- new variables
 

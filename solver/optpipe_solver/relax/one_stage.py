@@ -147,7 +147,7 @@ def one_stage_device(problem: Problem, j: int, s: int, microbatches: int, object
             weight=held.weight,
             present=present,
         ),
-        fractions=_budget_fractions(measures(budget, [held]), held, present, ms, again),
+        fractions=_budget_fractions([each.held for each in measures(budget, [held])], held, present, ms, again),
         meetings=np.zeros((0, 2)),
     )
 
