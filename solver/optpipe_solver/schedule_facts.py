@@ -15,6 +15,7 @@ from optpipe.model.ops import COMPUTE, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
+from optpipe_solver.methods import ENGINES
 
 
 def has_only_known_ops(schedule: Schedule) -> bool:
@@ -25,6 +26,11 @@ def has_only_known_ops(schedule: Schedule) -> bool:
 def is_modelled(schedule: Schedule) -> bool:
     """Whether the engines' models know all its ops, and none of them run in pairs."""
     return has_only_known_ops(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)
+
+
+def is_listed(schedule: Schedule) -> bool:
+    """Whether it `is_modelled` and no engine found it: a heuristic, a published system, or the user."""
+    return schedule.method not in ENGINES and is_modelled(schedule)
 
 
 def needs_fused(problem: Problem) -> Flags:

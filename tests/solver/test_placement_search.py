@@ -19,8 +19,9 @@ from optpipe.model.placement import Placement, rechunk
 from optpipe.process.protocol import Incumbent, Infeasible, Note, Programs, Request
 from optpipe_solver import tuning
 from optpipe_solver.heuristics import generate
-from optpipe_solver.incumbents import Incumbents, _Kept
+from optpipe_solver.incumbents import Incumbents, Predicate, _Kept
 from optpipe_solver.portfolio import PlacementSearch, placement_search
+from optpipe_solver.schedule_facts import is_listed, is_modelled
 
 __all__ = ["command"]  # a fixture
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
@@ -150,7 +151,7 @@ class FakePortfolio:
     asked: list[Request]
     with_rules: list[Request]
     in_rules: list[tuple[int, int]]  # chunks, and ops
-    annealed: list[tuple[int, float]]  # chunks, and seconds
+    annealed: list[tuple[int, float, Predicate]]  # chunks, seconds, and of what kind the schedule was
 
     def __init__(self, request: Request, emit: Any, incumbents: Incumbents) -> None:
         self.request, self.emit, self.incumbents, self.heuristics = request, emit, incumbents, self
@@ -176,8 +177,8 @@ class FakePortfolio:
             FakePortfolio.in_rules.append((chunks, most))
         return 100.0 + 100.0 / chunks
 
-    def by_annealing(self, seconds: float) -> None:
-        FakePortfolio.annealed.append((len(self.request.problem.stages) // 4, seconds))
+    def by_annealing(self, seconds: float, kind: Predicate) -> None:
+        FakePortfolio.annealed.append((len(self.request.problem.stages) // 4, seconds, kind))
 
 
 @pytest.fixture
@@ -263,7 +264,9 @@ def test_relax_searches_the_placements_of_the_least_bounds_up_to_the_best(thread
     relaxed = [request.problem for request in FakePortfolio.asked if request.method == "relax"]
     assert [len(problem.stages) for problem in relaxed] == [4, 8]  # next would be the best one
     seconds = 600.0 * tuning.ANNEALING_SHARE * (tuning.COUNTED_SHARE if threads == 1 else 1.0)
-    assert FakePortfolio.annealed == [(4, pytest.approx(seconds))] * threads
+    assert len(FakePortfolio.annealed) == threads
+    assert all(each[:2] == (4, pytest.approx(seconds)) for each in FakePortfolio.annealed)
+    assert {kind for _, _, kind in FakePortfolio.annealed} == {*(is_modelled, is_listed)[:threads]}
 
 
 def test_solve_writes_what_check_accepts_for_the_problem_asked_about(command):

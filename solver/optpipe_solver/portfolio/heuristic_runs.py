@@ -18,8 +18,7 @@ from optpipe_solver.anneal import Annealing
 from optpipe_solver.clock import Clock, FirstClock
 from optpipe_solver.cpsat.grid import split_dispensable
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.incumbents import Emit, Incumbents
-from optpipe_solver.schedule_facts import is_modelled
+from optpipe_solver.incumbents import Emit, Incumbents, Predicate
 from optpipe_solver.systems import fitting, variants
 
 
@@ -113,9 +112,10 @@ class HeuristicRuns:
         self._next("dispatch", shortest())
         return self._rules_search.ms
 
-    def by_annealing(self, seconds: float) -> None:
-        """Offer what the loops of the engine `anneal`, which must support the problem, make of the best schedule."""
-        start = self._incumbents.best_of(is_modelled)
+    def by_annealing(self, seconds: float, kind: Predicate) -> None:
+        """Offer what the loops of the engine `anneal`, which must support the problem, make of the best schedule of a
+        kind of the keeper's."""
+        start = self._incumbents.best_of(kind)
         if start is None:
             return
         annealing = Annealing(split_dispensable(start), self._request.objective, self._request.seed)

@@ -29,6 +29,7 @@ from optpipe_solver.portfolio.engine_runs import ENGINE
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.portfolio.partitions import improve_partitions, mismatch, partition_of_stages
 from optpipe_solver.portfolio.portfolio import Portfolio
+from optpipe_solver.schedule_facts import is_listed, is_modelled
 from optpipe_solver.systems import SYSTEMS, is_system, on_other_stages, parse, variants
 
 
@@ -206,15 +207,17 @@ class PlacementSearch:
         return share if shortest_ms < NO_SCHEDULE_MS else 0.0
 
     def _anneal(self, share: float) -> float:
-        """Anneal the best schedules of the best placements, as many as there are threads, two at most."""
+        """Anneal the best placement's best schedule and, on a second thread, its best that no engine found: what is
+        longer at first, such as `v-auto`, may end shorter."""
         request, cannot = self.request, engines.load("anneal").unsupported(self.request.problem)
         seconds = share * self.clock.seconds * (tuning.COUNTED_SHARE if self.clock.counts else 1.0)
         if request.method != "auto" or self.contenders.proven or cannot or engines.waits_for_compiler("anneal"):
             return 0.0
-        best = self.contenders.ranked()[: min(2, request.threads)]
-        searches = [self._portfolio(contender, "anneal", seconds).heuristics for contender in best]
+        if not (best := self.contenders.ranked()[:1]):
+            return 0.0
+        search = self._portfolio(best[0], "anneal", seconds).heuristics
         with ThreadPoolExecutor(request.threads) as pool:
-            for _ in pool.map(methodcaller("by_annealing", seconds), searches):
+            for _ in pool.map(partial(search.by_annealing, seconds), (is_modelled, is_listed)[: request.threads]):
                 pass
         return share
 

@@ -28,13 +28,14 @@ from optpipe_solver.clock import Clock, FirstClock, counts_work
 from optpipe_solver.incumbents import Emit, Incumbents
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
-from optpipe_solver.schedule_facts import is_modelled
+from optpipe_solver.schedule_facts import is_listed, is_modelled
 from optpipe_solver.systems import fitting, in_best_order, is_system, on_other_stages
 
 
 def incumbents_of(request: Request, emit: Emit) -> Incumbents:
-    """The keeper of a search by heuristics and engines: engines begin with the best that they know all ops of."""
-    return Incumbents(request, emit, is_modelled, hands_on_rules=True)
+    """The keeper of a search by heuristics and engines: engines begin with the best that they know all ops of,
+    annealing also with the best of these that no engine found."""
+    return Incumbents(request, emit, is_modelled, is_listed, hands_on_rules=True)
 
 
 class Portfolio:
