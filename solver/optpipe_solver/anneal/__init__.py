@@ -23,7 +23,7 @@ from optpipe_solver.incumbents import Emit, Incumbents
 METHOD = "anneal"
 MOST_THREADS: int | None = 1
 OPEN_ENDED = False
-OPS_PER_S = 4e7  # timed, about what a busy machine does
+OPS_PER_S = 7e7  # timed or looked at, about what a busy machine does
 OPS_AT_A_TIME = 2_000_000  # before the clock is looked at
 HOT = 0.1  # how much longer the next order may be at first: in times of an op and of the logarithm of the tries per op
 COLD = 0.02  # at last, in times of that
@@ -38,7 +38,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def run(request: Request, emit: Emit) -> float | None:
-    """Emits better and better schedules until time is up; returns the seconds used by its own count of timed ops."""
+    """Emits better and better schedules until time is up; returns the seconds used by its own count of ops."""
     compile_at_once()
     incumbents = Incumbents.of_engine(request, emit, is_expressible)
     start = ensure_start(incumbents)
@@ -93,7 +93,7 @@ class Annealing:
                 yield self.best()
 
     def go_on(self, hot_ms: float, ops: int) -> int:
-        """Try moves after which so many ops in all are to be timed at most; return how many were.
+        """Try moves after which so many ops in all are to be timed at most; return how many were timed or looked at.
 
         `hot_ms` is what an order may take more than the one before, on average.
         """

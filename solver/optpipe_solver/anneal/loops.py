@@ -22,6 +22,7 @@ FAR = 0.4  # of the moves take an op beyond several others,
 REACH = 3.0  # so many on average
 LEAP = 2  # times as many, and `LEAP`, the same move of other micro-batches may take
 SAME_MS = 1e-9
+TRY_OPS = 10  # and all of a device: what a try costs that is not timed, in ops that are
 
 
 class Ops(NamedTuple):
@@ -106,7 +107,7 @@ def new_room(ops: Ops) -> Room:
 def anneal(
     ops: Ops, order: Ints, best: Ints, room: Room, lengths_ms: Floats, hot_ms: float, tries: int, span: bool, seed: int
 ) -> int:
-    """Try moves; returns the number of ops that were timed.
+    """Try moves; returns the number of ops that were timed, and that tries cost beside.
 
     Parameters
     ----------
@@ -132,6 +133,7 @@ def anneal(
             changed = ops.device[order[b]]
             behind = changed + 1
             begin, end = ops.begins[changed], ops.begins[behind]
+            all_timed += TRY_OPS + end - begin
             back = 1 if np.random.random() >= FAR else 1 + int(-REACH * np.log(1.0 - np.random.random()))
             room.before[begin:end] = order[begin:end]
             first = _move(ops, order, room, max(begin, b - back), b)
