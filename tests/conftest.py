@@ -40,10 +40,9 @@ def _patience() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
     """What compiles in the background on a user's machine is compiled before the first test."""
-    from optpipe.dispatch.descents import LOOPS  # it loads numba
-    from optpipe.evaluate.jit import waits_for_compiler
+    from optpipe_solver import engines  # it loads numba
 
-    if waits_for_compiler(LOOPS):
+    if any(map(engines.waits_for_compiler, engines.LOOPS)):
         subprocess.run([sys.executable, "-m", solvers.installed().COMPILE], check=True)
 
 

@@ -118,7 +118,7 @@ def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:
 
 def test_what_leaves_is_for_other_engines() -> None:
     moving = pipeline(2, 4, 100, stage((1, 1, 1), (2, 1), offload=(1, 1, 2)))
-    assert anneal.unsupported(moving) == "it has no transfers"
+    assert anneal.unsupported(moving) == "activations may leave their devices, which it does not do"
     assert anneal.unsupported(half_memory(2, 4)) is None
     nothing = pipeline(2, 4, 100, stage((0, 0, 0), (2, 1)))
     assert anneal.unsupported(nothing) == "nothing takes any time"

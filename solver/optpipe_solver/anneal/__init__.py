@@ -33,7 +33,7 @@ def unsupported(problem: Problem) -> str | None:
     """Why the engine cannot work on this problem, None if it can."""
     costs = problem.costs
     if costs.can_offload.any() or costs.levels.can_offload.any() or costs.can_evict.any():
-        return "it has no transfers"
+        return "activations may leave their devices, which it does not do"
     return None if costs.ms.any() else "nothing takes any time"
 
 
