@@ -207,7 +207,7 @@ class PlacementSearch:
         return share if shortest_ms < NO_SCHEDULE_MS else 0.0
 
     def _anneal(self, share: float) -> float:
-        """Anneal the best placement's best schedule and, on a second thread, its best that no engine found: what is
+        """Anneal the best placement's best schedule and its best that no engine found, side by side: what is
         longer at first, such as `v-auto`, may end shorter."""
         request, cannot = self.request, engines.load("anneal").unsupported(self.request.problem)
         seconds = share * self.clock.seconds * (tuning.COUNTED_SHARE if self.clock.counts else 1.0)
@@ -216,8 +216,9 @@ class PlacementSearch:
         if not (best := self.contenders.ranked()[:1]):
             return 0.0
         search = self._portfolio(best[0], "anneal", seconds).heuristics
+        each_s = seconds * min(1.0, request.threads / 2)
         with ThreadPoolExecutor(request.threads) as pool:
-            for _ in pool.map(partial(search.by_annealing, seconds), (is_modelled, is_listed)[: request.threads]):
+            for _ in pool.map(partial(search.by_annealing, each_s), (is_modelled, is_listed)):
                 pass
         return share
 
