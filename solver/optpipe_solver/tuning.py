@@ -77,7 +77,7 @@ FIRST_LOOK_SHARE = 0.06  # a heuristic on every placement
 FIRST_LOOK_MOST = 0.5  # likewise of the stages as given, where the machine is busy
 PARTITIONS_SHARE = 0.2  # better partitions, if there are layers
 RULES_SHARE = 0.2  # searches in rules on all placements, in a search of `RULES_S` or more
-ANNEALING_SHARE = 0.35  # of the best two, each on a thread
+ANNEALING_SHARE = 0.35  # of the best, from two schedules side by side
 BEST_TWO_SHARE = 0.1  # everything there is, on the best two
 LEAST_BOUND_SHARE = 0.1  # bounds of the placements that have the least ones
 # Placements: the rest

@@ -151,7 +151,7 @@ class FakePortfolio:
     asked: list[Request]
     with_rules: list[Request]
     in_rules: list[tuple[int, int]]  # chunks, and ops
-    annealed: list[tuple[int, float, Predicate]]  # chunks, seconds, and of what kind the schedule was
+    annealed: list[tuple[int, float, Predicate, int]]  # chunks, seconds, of what kind the schedule was, and the number
 
     def __init__(self, request: Request, emit: Any, incumbents: Incumbents) -> None:
         self.request, self.emit, self.incumbents, self.heuristics = request, emit, incumbents, self
@@ -177,8 +177,8 @@ class FakePortfolio:
             FakePortfolio.in_rules.append((chunks, most))
         return 100.0 + 100.0 / chunks
 
-    def by_annealing(self, seconds: float, kind: Predicate) -> None:
-        FakePortfolio.annealed.append((len(self.request.problem.stages) // 4, seconds, kind))
+    def by_annealing(self, seconds: float, kind: Predicate, nth: int) -> None:
+        FakePortfolio.annealed.append((len(self.request.problem.stages) // 4, seconds, kind, nth))
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_relax_searches_the_placements_of_the_least_bounds_up_to_the_best(thread
     seconds = 600.0 * tuning.ANNEALING_SHARE * (tuning.COUNTED_SHARE if threads == 1 else 1.0)
     seconds *= threads / 2  # both starts have the same time
     assert all(each[:2] == (4, pytest.approx(seconds)) for each in FakePortfolio.annealed)
-    assert {kind for _, _, kind in FakePortfolio.annealed} == {is_modelled, is_listed}
+    assert {(kind, nth) for _, _, kind, nth in FakePortfolio.annealed} == {(is_modelled, 0), (is_listed, 1)}
 
 
 def test_solve_writes_what_check_accepts_for_the_problem_asked_about(command):

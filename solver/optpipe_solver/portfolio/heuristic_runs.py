@@ -112,13 +112,13 @@ class HeuristicRuns:
         self._next("dispatch", shortest())
         return self._rules_search.ms
 
-    def by_annealing(self, seconds: float, kind: Predicate) -> None:
+    def by_annealing(self, seconds: float, kind: Predicate, nth: int) -> None:
         """Offer what the loops of the engine `anneal`, which must support the problem, make of the best schedule of a
-        kind of the keeper's."""
+        kind of the keeper's; the `nth` such run has a seed of its own."""
         start = self._incumbents.best_of(kind)
         if start is None:
             return
-        annealing = Annealing(split_dispensable(start), self._request.objective, self._request.seed)
+        annealing = Annealing(split_dispensable(start), self._request.objective, self._request.seed + nth)
         stream = annealing.improvements(Clock(seconds, self._clock.counts))
         while self._next(anneal.METHOD, stream):
             pass

@@ -207,8 +207,8 @@ class PlacementSearch:
         return share if shortest_ms < NO_SCHEDULE_MS else 0.0
 
     def _anneal(self, share: float) -> float:
-        """Anneal the best placement's best schedule and its best that no engine found, side by side: what is
-        longer at first, such as `v-auto`, may end shorter."""
+        """Anneal the best placement's best schedule and its best that no engine found, side by side: what is longer at
+        first, such as the one of `v-auto`, may end shorter."""
         request, cannot = self.request, engines.load("anneal").unsupported(self.request.problem)
         seconds = share * self.clock.seconds * (tuning.COUNTED_SHARE if self.clock.counts else 1.0)
         if request.method != "auto" or self.contenders.proven or cannot or engines.waits_for_compiler("anneal"):
@@ -217,8 +217,8 @@ class PlacementSearch:
             return 0.0
         search = self._portfolio(best[0], "anneal", seconds).heuristics
         each_s = seconds * min(1.0, request.threads / 2)
-        with ThreadPoolExecutor(request.threads) as pool:
-            for _ in pool.map(partial(search.by_annealing, each_s), (is_modelled, is_listed)):
+        with ThreadPoolExecutor(request.threads) as pool:  # where both are the same, at least their seeds differ
+            for _ in pool.map(partial(search.by_annealing, each_s), (is_modelled, is_listed), (0, 1)):
                 pass
         return share
 
