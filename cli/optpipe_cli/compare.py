@@ -119,10 +119,7 @@ def table(comparison: Comparison) -> Table:
                 f"{row.result.value_ms:.5g}",
                 f"{row.result.bubble:.1%}",
                 _peak(row),
-                *(
-                    "" if row.gap is None else text
-                    for text in (f"{row.gap or 0.0:.1%}", f"{row.result.lower_bound_ms:.5g}")
-                ),
+                *(("", "") if row.gap is None else (f"{row.gap:.1%}", f"{row.result.lower_bound_ms:.5g}")),
                 stages,
                 style=None if row.fits else "dim",
             )

@@ -16,11 +16,11 @@ from optpipe.model.arrays import NONE, Floats, Ints
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 
-AT_RANDOM = 0.1  # of the moves look at any op, the others at one for which the last op to end waits
+AT_RANDOM = 0.1  # of the moves begin at any op, the others at one that the last op to end waits for
 ALONE, EVERYWHERE = 0.35, 0.15  # of the moves concern one pair of ops, or all such pairs
 FAR = 0.4  # of the moves take an op beyond several others,
 REACH = 3.0  # so many on average
-LEAP = 2  # times as many, and `LEAP`, the same move of other micro-batches may take
+LEAP = 2  # times as many places the same move may take an op of another micro-batch
 SAME_MS = 1e-9
 TRY_OPS = 10  # and all of a device: what a try costs that is not timed, in ops that are
 
