@@ -29,13 +29,13 @@ class EngineRun:
 WINDOWS = 20_000  # forwards up to which CP-SAT on windows pays; at 32,768 none gains in a minute
 
 AUTO = (
-    EngineRun("dispatch", 0.08),  # rules of a list scheduler; the sooner, the better what the others start from
-    EngineRun(methods.RELAX, 0.10),  # bounds by one device alone; mostly over soon, whatever it starts from
-    EngineRun("anneal", 0.12),  # exchanges of ops, of many micro-batches at once, where no activation moves
-    EngineRun("cpsat", 0.10, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun("lns", 0.20, WINDOWS),  # windows; a long run, since it forgets at its end what it has learnt
+    EngineRun("dispatch", 0.06),  # rules of a list scheduler; the sooner, the better what the others start from
+    EngineRun(methods.RELAX, 0.08),  # bounds by one device alone; mostly over soon, whatever it starts from
+    EngineRun("anneal", 0.24),  # exchanges of ops, of many micro-batches at once
+    EngineRun("cpsat", 0.09, max_forwards=64),  # the whole problem at once: proves what is small
+    EngineRun("lns", 0.15, WINDOWS),  # windows; a long run, since it forgets at its end what it has learnt
     EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
-    EngineRun(methods.MILP, 0.03, max_forwards=256),  # windows, a second each at 256 forwards; small problems whole
+    EngineRun(methods.MILP, 0.02, max_forwards=256),  # windows, a second each at 256 forwards; small problems whole
     EngineRun("anneal", 0.12, repeat=True),  # from the best schedule of all
     EngineRun("lns", 0.15, WINDOWS, repeat=True),  # likewise
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
@@ -45,7 +45,7 @@ MILP_OPS = 60  # compute ops up to which the whole MILP is solved in `auto`
 # The portfolio's time
 PARALLEL = 2  # searches that run side by side
 THREADS_PER_SEARCH = 4  # further threads for each further search beside them
-HEURISTICS_SHARE = 0.15  # of the time, if engines follow
+HEURISTICS_SHARE = 0.1  # of the time, if engines follow
 HEURISTICS_S = 2.0  # heuristics have that long at least, or half of a short time: engines gain less until then
 STILL_GAINING = 1.5  # heuristics that gained after t seconds go on until this times t
 COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that counted work fits on a busy machine

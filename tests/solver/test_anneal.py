@@ -13,7 +13,8 @@ from support.problems.small import problems_of_every_sort, several_a_device
 
 from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import length_ms
-from optpipe.model.ops import COMPUTE
+from optpipe.model.arrays import Table
+from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Programs, Ready, Request
@@ -34,7 +35,7 @@ PROBLEMS = st.one_of(
 def start_of(problem: Problem, method: str) -> Schedule:
     """A schedule in which all ops compute; other examples are passed over."""
     schedule = split_dispensable(generate(method, problem))
-    if not schedule.compiled.rows.of_kinds(*COMPUTE).all():
+    if anneal.unsupported(problem):
         reject()
     return schedule
 
@@ -116,9 +117,69 @@ def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:
     assert schedules(frames, problem)
 
 
-def test_what_leaves_is_for_other_engines() -> None:
-    moving = pipeline(2, 4, 100, stage((1, 1, 1), (2, 1), offload=(1, 1, 2)))
-    assert anneal.unsupported(moving) == "activations may leave their devices, which it does not do"
-    assert anneal.unsupported(half_memory(2, 4)) is None
+def test_what_stays_may_leave() -> None:
+    """A device holds one activation, and the next one only once the first has left."""
+    problem = pipeline(2, 6, 24, stage((10, 10, 10), (20, 4), offload=(3, 3, 20)))
+    start = start_of(problem, "naive")
+    assert not start.compiled.rows.of_kinds(Kind.O).any()
+    annealing = Annealing(start, "makespan", 0)
+    annealing.go_on(10.0, 2000 * annealing.ops)
+    best = annealing.best()
+    assert check(problem, best) == []
+    assert best.compiled.rows.of_kinds(Kind.O).any()
+    assert best.makespan_ms < 0.9 * start.makespan_ms
+
+
+def test_what_leaves_may_stay() -> None:
+    """There is memory for everything, and the link is slow."""
+    costs = stage((10, 10, 10), (20, 4), offload=(40, 40, 20))
+    start = start_of(pipeline(2, 4, 200, costs), "naive")
+    leaving = Schedule.in_order(start.problem, with_transfers(start.compiled.rows.table))
+    assert check(start.problem, leaving) == []
+    annealing = Annealing(leaving, "makespan", 0)
+    annealing.go_on(10.0, 4000 * annealing.ops)
+    assert not annealing.best().compiled.rows.of_kinds(Kind.O).any()
+    assert annealing.best_ms < start.makespan_ms < leaving.makespan_ms
+
+
+def test_what_is_kept_may_be_recomputed() -> None:
+    """A device holds one activation, and beside it only the checkpoint of another one."""
+    problem = pipeline(2, 6, 24, stage((10, 10, 10), (20, 4), recompute=(2, 4)))
+    start = start_of(problem, "naive")
+    assert not start.compiled.rows.of_kinds(Kind.C).any()
+    annealing = Annealing(start, "makespan", 0)
+    annealing.go_on(10.0, 2000 * annealing.ops)
+    best = annealing.best()
+    assert check(problem, best) == []
+    assert best.compiled.rows.of_kinds(Kind.C).any()
+    assert best.makespan_ms < 0.9 * start.makespan_ms
+
+
+def test_what_is_recomputed_may_be_kept() -> None:
+    problem = pipeline(2, 4, 200, stage((10, 10, 10), (20, 4), recompute=(8, 4)))
+    start = split_dispensable(systems.generate("1f1b-recompute", problem))
+    assert start.compiled.rows.of_kinds(Kind.C).any()
+    annealing = Annealing(start, "makespan", 0)
+    annealing.go_on(10.0, 4000 * annealing.ops)
+    assert check(problem, annealing.best()) == []
+    assert not annealing.best().compiled.rows.of_kinds(Kind.C).any()
+
+
+def with_transfers(table: Table) -> Table:
+    """The rows of programs in which every activation leaves behind its forward and comes back before its backward."""
+    ops = []
+    for kind, *rest in table.tolist():
+        ops += [(Kind.R, *rest)] if kind == Kind.B else []
+        ops.append((kind, *rest))
+        ops += [(Kind.O, *rest), (Kind.D, *rest)] if kind == Kind.F else []
+    return np.array(ops, table.dtype)
+
+
+def test_what_it_cannot_do_is_for_other_engines() -> None:
+    moving = stage((1, 1, 1), (2, 1), offload=(1, 1, 2))
+    elsewhere = "activations may go to peers, through shared links or to scarce host memory, which it does not do"
+    assert anneal.unsupported(pipeline(2, 4, 100, moving)) is None
+    assert anneal.unsupported(pipeline(2, 4, 100, moving, device={"link": "one"})) == elsewhere
+    assert anneal.unsupported(pipeline(2, 4, 100, moving, device={"host_memory_bytes": 2})) == elsewhere
     nothing = pipeline(2, 4, 100, stage((0, 0, 0), (2, 1)))
     assert anneal.unsupported(nothing) == "nothing takes any time"

@@ -236,6 +236,13 @@ def test_in_auto_the_milps_schedules_and_bounds_count_and_notes_say_what_it_did(
     assert not note.ongoing
 
 
+def test_an_engine_that_was_asked_for_and_has_nothing_shorter_is_named(engines):
+    engines("tells", "tells")
+    text = "cpsat has no schedule that is shorter than the one by zb-h1"
+    assert notes(run(pipeline(), method="cpsat"))[-1] == text
+    assert text not in notes(run(pipeline()))
+
+
 def test_in_auto_a_schedule_of_the_milp_that_is_no_shorter_changes_nothing(monkeypatch):
     """Who asks for the MILP sees its own; else what came first stays."""
     problem, each = pipeline(2, 2, memory=8), []

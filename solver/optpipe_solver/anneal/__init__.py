@@ -1,7 +1,8 @@
-"""The engine `anneal`: simulated annealing of schedules in which all activations stay on their devices.
+"""The engine `anneal`: simulated annealing of schedules.
 
 A move changes the order of two ops of a device, mostly where the last op to end waits for it, and mostly does the same
-for other micro-batches. So it changes what repeats as easily as the beginning and the end.
+for other micro-batches. So it changes what repeats as easily as the beginning and the end. Other moves let a part of an
+activation leave its device, or stay; or an activation be recomputed, where it cannot leave.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import numpy as np
 
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import Objective
+from optpipe.model.arrays import NONE
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Ready, Request
 from optpipe.schedule import Schedule
+from optpipe_solver.anneal.arrays import new_room, ops_of
 from optpipe_solver.clock import Clock
 from optpipe_solver.cpsat.grid import ensure_start, is_expressible
 from optpipe_solver.incumbents import Emit, Incumbents
@@ -26,14 +29,15 @@ OPEN_ENDED = False
 OPS_PER_S = 7e7  # timed or looked at, about what a busy machine does
 OPS_AT_A_TIME = 2_000_000  # before the clock is looked at
 HOT = 0.1  # how much longer the next order may be at first: in times of an op and of the logarithm of the tries per op
+HOT_MOVING = 0.015  # likewise where activations can leave or be recomputed, which changes more
 COLD = 0.02  # at last, in times of that
 
 
 def unsupported(problem: Problem) -> str | None:
     """Why the engine cannot work on this problem, None if it can."""
     costs = problem.costs
-    if costs.can_offload.any() or costs.levels.can_offload.any() or costs.can_evict.any():
-        return "activations may leave their devices, which it does not do"
+    if costs.can_evict.any() or costs.host_is_scarce.any() or problem.shared_links:
+        return "activations may go to peers, through shared links or to scarce host memory, which it does not do"
     return None if costs.ms.any() else "nothing takes any time"
 
 
@@ -53,25 +57,25 @@ def run(request: Request, emit: Emit) -> float | None:
 
 
 class Annealing:
-    """The annealing of one schedule, in which all ops compute, one at a time.
+    """The annealing of one schedule, of a problem that the engine supports and without pairs.
 
     Attributes
     ----------
     ops
-        How many there are.
+        How many there are, with the transfers of all that can leave.
     op_ms
         The mean time of one.
     """
 
     def __init__(self, schedule: Schedule, objective: Objective, seed: int) -> None:
-        from optpipe_solver.anneal import loops  # imports numba
+        from optpipe_solver.anneal.loops import anneal  # imports numba
 
-        self._problem, self._table, self._anneal = schedule.problem, schedule.compiled.rows.table, loops.anneal
+        self._problem, self._anneal = schedule.problem, anneal
         self._seed, self._span = seed, objective == "span"
-        self._ops = loops.ops_of(schedule)
+        self._ops, self._table = ops_of(schedule)
         self.ops, self.op_ms = len(self._table), float(self._ops.ms.mean())
-        self._room = loops.new_room(self._ops)
-        self._order, self._best = np.arange(self.ops), np.arange(self.ops)
+        self._room = new_room(self._ops)
+        self._order, self._best = self._ops.first.copy(), self._ops.first.copy()
         self._lengths_ms = np.full(2, inf)  # of both
         self.go_on(0.0, 0)
 
@@ -81,11 +85,12 @@ class Annealing:
 
     def best(self) -> Schedule:
         """Return the shortest schedule so far."""
-        return Schedule.in_order(self._problem, self._table[self._best], method=METHOD)
+        return Schedule.in_order(self._problem, self._table[self._best[self._best != NONE]], method=METHOD)
 
     def improvements(self, clock: Clock) -> Iterator[Schedule]:
         """Yield better and better schedules, ever colder until the clock is over."""
-        hot_ms = HOT * self.op_ms * np.log2(1 + clock.seconds * OPS_PER_S / self.ops**2)
+        hot = HOT_MOVING if len(self._ops.choices) else HOT
+        hot_ms = hot * self.op_ms * np.log2(1 + clock.seconds * OPS_PER_S / self.ops**2)
         while not clock.over:
             best_ms = self.best_ms
             clock.count(self.go_on(hot_ms * COLD ** (1 - clock.left_s / clock.seconds), OPS_AT_A_TIME), OPS_PER_S)

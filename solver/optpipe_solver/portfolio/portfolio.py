@@ -92,6 +92,10 @@ class Portfolio:
                 runs.limit_memory()
         finally:
             runs.stop_all()
+        best, reports_itself = incumbents.best, request.method in (methods.MILP, methods.RELAX)
+        named = request.method in methods.ENGINES and not reports_itself
+        if named and planned and best and best.method != request.method and not incumbents.proven:
+            self.emit(Note(text=f"{request.method} has no schedule that is shorter than the one by {best.method}"))
 
     def begin(self) -> bool:
         """Emit, once, what needs no search: that the problem is infeasible, or bounds, the warm start and the published
