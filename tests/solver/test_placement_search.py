@@ -208,13 +208,16 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(threads):
     ]
     assert [len(request.problem.stages) for request in deep[:3]] == [16, 16, 16]
     assert all(request.placements == "keep" for request in deep)
-    assert deep[2].time_limit_s > 20.0
+    assert deep[2].time_limit_s > 12.0
     if threads == 1:
         ran = [request for request in FakePortfolio.asked[1:] if request.method != "dispatch"]
         assert sum(request.time_limit_s for request in ran) <= 60.0 * (1 - tuning.RULES_SHARE) + 1e-6
     assert bounds(frames)[-1] == 32.0  # the least of the placements' own, but of one chunk, which `relax` has searched
     assert notes(frames) == ["the same words"]
-    assert FakePortfolio.annealed == []  # activations may leave
+    assert {(chunks, kind, nth) for chunks, _, kind, nth in FakePortfolio.annealed} == {
+        (4, is_modelled, 0),
+        (4, is_listed, 1),
+    }
 
 
 def test_however_busy_the_machine_naive_is_not_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
