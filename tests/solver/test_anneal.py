@@ -33,11 +33,10 @@ PROBLEMS = st.one_of(
 
 
 def start_of(problem: Problem, method: str) -> Schedule:
-    """A schedule in which all ops compute; other examples are passed over."""
-    schedule = split_dispensable(generate(method, problem))
+    """A heuristic's schedule of a problem that the engine supports; other examples are passed over."""
     if anneal.unsupported(problem):
         reject()
-    return schedule
+    return split_dispensable(generate(method, problem))
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -117,16 +116,17 @@ def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:
     assert schedules(frames, problem)
 
 
-def test_what_stays_may_leave() -> None:
-    """A device holds one activation, and the next one only once the first has left."""
-    problem = pipeline(2, 6, 24, stage((10, 10, 10), (20, 4), offload=(3, 3, 20)))
+@pytest.mark.parametrize(("relief", "kind"), [({"offload": (3, 3, 20)}, Kind.O), ({"recompute": (2, 4)}, Kind.C)])
+def test_what_stays_may_leave_or_be_recomputed(relief: dict[str, tuple[int, ...]], kind: Kind) -> None:
+    """A device holds one activation, and the next one only once that has left, or as a checkpoint."""
+    problem = pipeline(2, 6, 24, stage((10, 10, 10), (20, 4), **relief))
     start = start_of(problem, "naive")
-    assert not start.compiled.rows.of_kinds(Kind.O).any()
+    assert not start.compiled.rows.of_kinds(kind).any()
     annealing = Annealing(start, "makespan", 0)
     annealing.go_on(10.0, 2000 * annealing.ops)
     best = annealing.best()
     assert check(problem, best) == []
-    assert best.compiled.rows.of_kinds(Kind.O).any()
+    assert best.compiled.rows.of_kinds(kind).any()
     assert best.makespan_ms < 0.9 * start.makespan_ms
 
 
@@ -140,19 +140,6 @@ def test_what_leaves_may_stay() -> None:
     annealing.go_on(10.0, 4000 * annealing.ops)
     assert not annealing.best().compiled.rows.of_kinds(Kind.O).any()
     assert annealing.best_ms < start.makespan_ms < leaving.makespan_ms
-
-
-def test_what_is_kept_may_be_recomputed() -> None:
-    """A device holds one activation, and beside it only the checkpoint of another one."""
-    problem = pipeline(2, 6, 24, stage((10, 10, 10), (20, 4), recompute=(2, 4)))
-    start = start_of(problem, "naive")
-    assert not start.compiled.rows.of_kinds(Kind.C).any()
-    annealing = Annealing(start, "makespan", 0)
-    annealing.go_on(10.0, 2000 * annealing.ops)
-    best = annealing.best()
-    assert check(problem, best) == []
-    assert best.compiled.rows.of_kinds(Kind.C).any()
-    assert best.makespan_ms < 0.9 * start.makespan_ms
 
 
 def test_what_is_recomputed_may_be_kept() -> None:
