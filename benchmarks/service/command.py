@@ -48,6 +48,7 @@ def service(
     seconds: float = 20.0,
     clients: Annotated[int, Parameter(validator=Number(gte=1, lte=900))] = 500,
     reconnects: PositiveInt = 100,
+    each: PositiveInt = 5,
     busy: NonNegativeInt = 0,
 ) -> None:
     """Measure the service under load, after a killed worker, and at its end.
@@ -64,10 +65,12 @@ def service(
         Of event streams.
     reconnects
         Clients that are cut off.
+    each
+        Problems of each size that get a first schedule.
     busy
         Processes that compute beside the start of a service on an empty machine.
     """
-    figures = asyncio.run(measure(database, rate, seconds, clients, reconnects, busy))
+    figures = asyncio.run(measure(database, rate, seconds, clients, reconnects, each, busy))
     print_table(
         _table(
             figures,
@@ -77,7 +80,7 @@ def service(
 
 
 async def measure(
-    database: str | None, rate: float, seconds: float, clients: int, reconnects: int, busy: int = 0
+    database: str | None, rate: float, seconds: float, clients: int, reconnects: int, each: int, busy: int = 0
 ) -> list[Figure]:
     """Return all figures in the order in which they were measured."""
     figures = []
@@ -87,8 +90,8 @@ async def measure(
         figures.append(Figure(f"an empty machine{beside}: to a first schedule", 15.0 if busy else 5.0, cold_s, "s"))
         url = database or f"sqlite:///{folder}/service.sqlite"
         async with deployment(Path(folder), url, KEYS, os.cpu_count() or 1) as deployed:
-            figures += _of_first_schedules(await load.first_schedules(deployed))
-            rate_at_once = await load.burst(deployed)
+            figures += _of_first_schedules(await load.first_schedules(deployed, each))
+            rate_at_once = await load.burst(deployed, each)
             what = f"POST /jobs of {load.BURST_CLIENTS} clients at once"
             figures.append(Figure(what, 20.0, rate_at_once, "a second", is_least=True))
             job = await load.saturate(deployed)

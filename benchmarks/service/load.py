@@ -22,9 +22,8 @@ MS = 1e3
 LOADING_S = 600.0  # for a new machine to compile what makes first schedules
 WARM_UP_S = 2.0  # of load that is not measured
 SIZES = ((4, 8), (8, 16), (8, 41), (16, 64), (16, 256), (16, 512))  # stages and micro-batches of first schedules
-EACH = 5  # problems of each size
 STARTS_S, LONGEST_S, LOOK_S = 60.0, 120.0, 0.1
-BURST, BURST_CLIENTS = 300, 32  # submissions, and how many wait at a time
+BURST, BURST_CLIENTS = 60, 32  # submissions for each problem of a size, and how many wait at a time
 GETS_PER_POST = 1
 JOBS = 10  # followed ones
 RECONNECT_S = 0.05  # after which a disconnected client comes back
@@ -91,12 +90,12 @@ async def running(requests: HttpPool, url: str, after: int) -> int:
     raise OptPipeError(f"{url}: not running after {LONGEST_S:g} s")
 
 
-async def first_schedules(deployment: Deployment) -> list[tuple[int, float]]:
-    """Submit problems of several sizes, one after the other; return the compute ops of each, and the s until its reply
-    with a schedule."""
+async def first_schedules(deployment: Deployment, each: int) -> list[tuple[int, float]]:
+    """Submit so many problems of each size, one after the other; return the compute ops of each, and the s until its
+    reply with a schedule."""
     requests, figures = HttpPool(deployment.address, deployment.keys[0]), []
     await _makes_first_schedules(requests)
-    for seed in range(EACH):
+    for seed in range(each):
         for stages, microbatches in SIZES:
             body = {"problem": problem(10**7 + seed, stages, microbatches).to_dict(), "time_limit_s": 0.1}
             began = time.perf_counter()
@@ -109,10 +108,10 @@ async def first_schedules(deployment: Deployment) -> list[tuple[int, float]]:
     return figures
 
 
-async def burst(deployment: Deployment) -> float:
+async def burst(deployment: Deployment, each: int) -> float:
     """Return how many submissions a second are answered to `BURST_CLIENTS` that send one after the other. Raises
     `OptPipeError` for a reply without a schedule."""
-    requests, numbers = HttpPool(deployment.address, deployment.keys[0]), iter(range(BURST))
+    requests, numbers = HttpPool(deployment.address, deployment.keys[0]), iter(range(BURST * each))
 
     async def client() -> None:
         for number in numbers:
@@ -125,7 +124,7 @@ async def burst(deployment: Deployment) -> float:
     began = time.monotonic()
     await asyncio.gather(*(client() for _ in range(BURST_CLIENTS)))
     requests.close()
-    return BURST / (time.monotonic() - began)
+    return BURST * each / (time.monotonic() - began)
 
 
 async def submissions(deployment: Deployment, rate: float, seconds: float) -> LoadFigures:

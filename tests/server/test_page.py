@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from support.browser import browser, watched
+from support.browser import browser, new_page, watched
 from support.problems.chain import chain
 from support.processes import free_port
 from support.service import client_at
@@ -46,8 +46,7 @@ class Visitor:
 
     def __init__(self, browser: Any, service: Service) -> None:
         self.service = service
-        self.page = browser.new_page(viewport={"width": 1400, "height": 950})
-        self.page.set_default_timeout(100_000)  # ms; on a busy machine
+        self.page = new_page(browser, viewport={"width": 1400, "height": 950})
         self.problems = watched(self.page, service.url, "blob:")
 
     def go(self, path: str, drawn: str) -> Any:
@@ -258,7 +257,7 @@ def test_the_workbench_shows_every_schedule_and_what_a_moved_op_breaks(service: 
     assert told
     assert "moves=" in page.url
 
-    shared = visitor.page.context.browser.new_page()
+    shared = new_page(visitor.page.context.browser)
     shared.goto(page.url)
     shared.wait_for_selector("[data-edits='1'] .verdict .wrong")
     assert shared.locator(".verdict li").all_inner_texts() == told

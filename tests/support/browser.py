@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+WITHIN_MS = 100_000  # on a busy machine
 REQUIRED = "OPTPIPE_REQUIRE_BROWSER"  # where it is set, tests fail without a browser instead of being skipped
 
 
@@ -25,6 +26,13 @@ def browser() -> Iterator[Any]:
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield started
         started.close()
+
+
+def new_page(browser: Any, **options: Any) -> Any:
+    """A page that is given time on a busy machine."""
+    page = browser.new_page(**options)
+    page.set_default_timeout(WITHIN_MS)
+    return page
 
 
 def watched(page: Any, *allowed: str) -> list[str]:
@@ -46,7 +54,7 @@ class Opened:
     """A page file in a browser of 1400 by 950 pixels. `problems` are as `watched` tells them."""
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
-        self.page = browser.new_page(viewport={"width": 1400, "height": 950}, **options)
+        self.page = new_page(browser, viewport={"width": 1400, "height": 950}, **options)
         self.problems = watched(self.page, path.as_uri())
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("#picture[data-drawn]")
