@@ -56,6 +56,7 @@ def script(ports: dict[str, int], database: str) -> str:
     return whole
 
 
+@pytest.mark.timeout(1200)
 def test_its_commands_run(postgres_url: str, tmp_path: Path) -> None:
     """From a first job to workers on PostgreSQL; one test, because each command needs the former ones."""
     if shutil.which("curl") is None and "OPTPIPE_REQUIRE_BROWSER" not in os.environ:
@@ -73,7 +74,7 @@ def test_its_commands_run(postgres_url: str, tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=250)
+        said, _ = process.communicate(timeout=1000)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -225,6 +225,7 @@ def test_a_worker_that_was_stopped_leaves_its_job_to_the_next(postgres_url: str,
             os.kill(worker.process.pid, signal.SIGCONT)
             until(lambda: len(worker.children) <= 1)  # it has let go
             job = work.ended(job_id)
-    assert (job.state, job.status, job.attempt, job.losses) == ("done", "optimal", 2, 1)
-    assert [row.attempt for row in sound(work.database)[job_id]][-1] == 2
+    assert (job.state, job.status, job.attempt) == ("done", "optimal", 1 + job.losses)
+    assert job.attempt >= 2  # on a busy machine the next one may be late, too
+    assert [row.attempt for row in sound(work.database)[job_id]][-1] == job.attempt
     work.database.close()
