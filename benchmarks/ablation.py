@@ -122,7 +122,7 @@ def search(problem: Problem, without: str, seconds: float, heuristics: bool) -> 
 def run_heuristics(portfolio: Portfolio) -> None:
     """Only what heuristics do before engines start."""
     if portfolio.begin():
-        share = tuning.heuristics_share(portfolio.clock.seconds)
+        share = tuning.heuristics_share(portfolio.request.problem, portfolio.clock.seconds)
         runs = portfolio.heuristics.run(share)
         while next(runs, True) is None and not portfolio.incumbents.proven:
             pass

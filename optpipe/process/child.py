@@ -15,9 +15,10 @@ from optpipe.errors import FrameError, SolverError
 from optpipe.options import SearchOptions
 from optpipe.process import process_tree
 from optpipe.process.background import group_as_nice
-from optpipe.process.protocol import End, Frame, Refused, parse_frame
+from optpipe.process.protocol import NOTHING_MORE, End, Frame, Refused, parse_frame
 
 LONGEST_LINE = 2**26  # bytes; a schedule of 64 devices × 512 micro-batches with every activation offloaded has 2^21
+WAITS = "waits"  # the argument of a child that may load what it takes before it is asked
 ENDING_S = 5.0  # how long a child that has closed its output may take to end
 LOADING_S = 120.0  # how long one may take to be ready on a busy machine: its time limit begins then
 
@@ -25,14 +26,15 @@ LOADING_S = 120.0  # how long one may take to be ready on a busy machine: its ti
 class Child:
     """A solver process: iterate `frames()`; `stop()` from any thread ends it and its whole process group at once."""
 
-    def __init__(self, module: str, request: SearchOptions, admit: Callable[[int], None] | None = None) -> None:
-        """Starts `python -m module`. `admit` gets its process id before the request is sent, to set limits for it."""
+    def __init__(self, module: str, request: SearchOptions | None, admit: Callable[[int], None] | None = None) -> None:
+        """Starts `python -m module`, without a request as one that `waits` for it: with the argument `WAITS`. `admit`
+        gets its process id before the request is sent, to set limits for it."""
         self.module = module
         self.mark = process_tree.new_mark()
         with contextlib.ExitStack() as unless_it_starts:
             self._stderr = unless_it_starts.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [sys.executable, "-m", module, *([] if request else [WAITS])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
@@ -40,6 +42,7 @@ class Child:
                 start_new_session=True,
             )
             unless_it_starts.pop_all()  # from here on `close` is who closes it
+        self.waits = request is None  # for a request
         self._stopped = threading.Event()
         self._gone = threading.Event()  # with its group: from then on their number may be a stranger's
         if admit is not None:
@@ -49,34 +52,47 @@ class Child:
                 self.close()
                 raise
         group_as_nice(self._process.pid)
-        threading.Thread(target=self._send, args=(request,), daemon=True).start()
+        if request is not None:
+            self.ask(request)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def _send(self, request: SearchOptions) -> None:
+    def ask(self, request: SearchOptions) -> None:
+        """Sends a child that `waits` its next request."""
+        self.waits = False
+        line = request.model_dump_json(exclude_none=True).encode() + b"\n"
+        threading.Thread(target=self._send, args=(line,), daemon=True).start()
+
+    def end_soon(self) -> None:
+        """Asks the child for `End`. Its time may be up in the midst of something, so that this takes a while."""
+        threading.Thread(target=self._send, args=(NOTHING_MORE,), daemon=True).start()
+
+    def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it died or was stopped before it had read; `frames` reports it
-            self._process.stdin.write(request.model_dump_json(exclude_none=True).encode() + b"\n")
+            self._process.stdin.write(line)
             self._process.stdin.flush()
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self, stays: bool = False) -> Iterator[Frame]:
         """The frames as they come, until `End` or `Refused`. Raises `SolverError` where the child breaks the protocol
-        or dies unasked."""
+        or dies unasked. One that `stays` is not closed at `End`, but waits for another request."""
         assert self._process.stdout is not None
         try:
             while line := self._process.stdout.readline(LONGEST_LINE):
                 if not line.endswith(b"\n"):
                     break
                 frame = parse_frame(line)
+                self.waits = stays and isinstance(frame, End)
                 yield frame
                 if isinstance(frame, End | Refused):
                     return
             if not self._stopped.is_set():
                 raise (FrameError if line else SolverError)(f"{self.module} {self._failure(line)}")
         finally:
-            self.close()
+            if not self.waits:
+                self.close()
 
     def _failure(self, line: bytes) -> str:
         """What it did instead of ending its protocol; `line` is the last that was read, if that was not whole."""

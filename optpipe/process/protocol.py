@@ -1,17 +1,19 @@
 """The anytime protocol: a solver process reads one request and writes JSON lines, each an incumbent, a bound or a note.
 
-The same protocol joins the caller to `python -m optpipe_solver`, and that portfolio to each of its engines. The child's
-standard input stays open as long as somebody wants an answer. When it closes, because the parent stopped or died, the
-child ends itself.
+The same protocol joins the caller to `python -m optpipe_solver`, and that portfolio to its engines, whose processes
+take one request after the other. The child's standard input stays open as long as somebody wants an answer. When it
+closes, because the parent stopped or died, the child ends itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, BinaryIO, Literal, TypeVar
 
@@ -27,6 +29,7 @@ from optpipe.schedule import Schedule
 
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # PostgreSQL takes no NUL
 Asked = TypeVar("Asked", bound=Record)
+NOTHING_MORE = b"\n"  # in place of a request: what the one before has found will do
 
 
 class Programs(Record):
@@ -178,18 +181,33 @@ def parse_frame(line: bytes) -> Frame:
         raise FrameError(str(input_error(error, "the solver's answer"))) from None
 
 
+asked_to_end = threading.Event()  # in a child: its parent asks it to end what it does for the request soon
+
+
 def read_request(model: type[Asked]) -> Asked:
     """In a child: the request from standard input. From then on the child ends as soon as that input closes."""
+    return next(requests(model))
+
+
+def requests(model: type[Asked]) -> Iterator[Asked]:
+    """In a child: requests from standard input, one after the other. The child ends as soon as that input closes; by an
+    empty line the parent asks it to end what it does for the request before."""
     keep_output_for_frames()
-    request = model.model_validate_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    return request
+    lines = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read_lines, args=(lines,), daemon=True).start()
+    while True:
+        yield model.model_validate_json(lines.get())
 
 
-def _end_with_parent() -> None:
+def _read_lines(lines: queue.SimpleQueue[bytes]) -> None:
     # Not by sys.stdin: its lock would make an interpreter that ends with an error abort instead.
-    while os.read(0, 65536):
-        pass
+    with os.fdopen(os.dup(0), "rb") as standard_input:
+        for line in standard_input:
+            if line == NOTHING_MORE:
+                asked_to_end.set()
+            else:
+                asked_to_end.clear()
+                lines.put(line)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgrp() == os.getpid():  # a child leads its own process group: nothing it started stays behind
             os.killpg(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from math import inf
 
-from optpipe.process.protocol import Request
+from optpipe.process.protocol import Request, asked_to_end
 from optpipe_solver import tuning
 
 
@@ -47,8 +47,8 @@ class Clock:
 
     @property
     def wall_left_s(self) -> float:
-        """Seconds of wall time left."""
-        return max(0.0, self.until - time.monotonic())
+        """Seconds of wall time left; none where the parent asks for the end."""
+        return 0.0 if asked_to_end.is_set() else max(0.0, self.until - time.monotonic())
 
     @property
     def left_s(self) -> float:

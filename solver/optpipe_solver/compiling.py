@@ -8,7 +8,7 @@ from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.records import OFFLOAD
 from optpipe.schedule import check
 from optpipe_solver.anneal import Annealing
-from optpipe_solver.first import small_problem
+from optpipe_solver.engines import small_problem
 from optpipe_solver.relax import device_bounds, searchable_devices
 from optpipe_solver.systems import generate
 

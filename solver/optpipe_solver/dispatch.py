@@ -20,6 +20,7 @@ from optpipe_solver.schedule_facts import is_modelled
 METHOD = "dispatch"
 MOST_THREADS: int | None = 1
 OPEN_ENDED = True
+ALONE = False
 OPS_PER_S = 3e6  # simulated, about what a busy machine does
 HOPELESS_TRIES = 500  # after which the search ends unless rules lead near the warm start:
 HOPELESS_LENGTH = 1.1  # times as long

@@ -5,10 +5,10 @@ from __future__ import annotations
 from optpipe.dispatch.descents import LOOPS
 from optpipe.errors import InputError
 from optpipe.evaluate.jit import load_compiled
-from optpipe.model.problem import Problem
 from optpipe.process.protocol import End, Note, Refused, Request
 from optpipe.reuse import by_rules
 from optpipe_solver import tuning
+from optpipe_solver.engines import small_problem
 from optpipe_solver.incumbents import Emit
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, offer_remedies
 from optpipe_solver.portfolio.heuristic_runs import count_ops
@@ -20,14 +20,6 @@ def warm_up() -> None:
     answer(Request(problem=small), lambda _: None)
     if load_compiled(LOOPS):
         by_rules(small, None, "makespan")  # an answer that is optimal leaves them out
-
-
-def small_problem() -> Problem:
-    """Two devices whose activations can leave."""
-    times = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms")
-    stage = {**dict.fromkeys(times, 1.0), "activation_bytes": 2, "saved_for_weight_bytes": 1, "offload_bytes": 2}
-    stages, devices = [{"device": d, **stage} for d in range(2)], [{"activation_budget_bytes": 4}] * 2
-    return Problem.from_dict({"microbatches": 4, "devices": devices, "stages": stages})
 
 
 def answer(request: Request, emit: Emit) -> None:

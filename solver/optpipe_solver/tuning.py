@@ -24,6 +24,7 @@ class EngineRun:
     share: float = 1.0  # of the engines' time, summed over all that run side by side
     max_forwards: int | None = None  # a problem with more is not solved by this engine within a minute or so
     repeat: bool = False  # over and over until time is up
+    least_s: float = 0.0  # where its share is less, it is left out
 
 
 WINDOWS = 20_000  # forwards up to which CP-SAT on windows pays; at 32,768 none gains in a minute
@@ -34,8 +35,12 @@ AUTO = (
     EngineRun("anneal", 0.24),  # exchanges of ops, of many micro-batches at once
     EngineRun("cpsat", 0.09, max_forwards=64),  # the whole problem at once: proves what is small
     EngineRun("lns", 0.15, WINDOWS),  # windows; a long run, since it forgets at its end what it has learnt
-    EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
-    EngineRun(methods.MILP, 0.02, max_forwards=256),  # windows, a second each at 256 forwards; small problems whole
+    EngineRun(
+        "cpsat", 0.06, least_s=2.0
+    ),  # the whole problem if it is not too large for that, in another neighbourhood
+    EngineRun(
+        methods.MILP, 0.02, max_forwards=256, least_s=0.5
+    ),  # windows, a second each at 256 forwards; small problems whole
     EngineRun("anneal", 0.12, repeat=True),  # from the best schedule of all
     EngineRun("lns", 0.15, WINDOWS, repeat=True),  # likewise
     EngineRun("dispatch", 0.03, repeat=True),  # rules that follow from what the others found
@@ -45,10 +50,10 @@ MILP_OPS = 60  # compute ops up to which the whole MILP is solved in `auto`
 # The portfolio's time
 PARALLEL = 2  # searches that run side by side
 THREADS_PER_SEARCH = 4  # further threads for each further search beside them
-HEURISTICS_SHARE = 0.1  # of the time, if engines follow
-HEURISTICS_S = 2.0  # heuristics have that long at least, or half of a short time: engines gain less until then
+HEURISTICS_SHARE, HEURISTICS_S = 0.02, 0.4  # of the time if engines follow, and the seconds that it is at least
+HEURISTICS_WITH_PAIRS = 0.1, 2.0  # likewise where ops may run in pairs, which no engine knows
 STILL_GAINING = 1.5  # heuristics that gained after t seconds go on until this times t
-COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that counted work fits on a busy machine
+COUNTED_SHARE = 0.9  # of the engines' time is planned with one thread, so that counted work fits on a busy machine
 COUNTED_TIMEOUT = 2.0  # with one thread the clock ends an engine after this times the seconds of its count
 STOP_S = 0.3  # kept for stopping the engines and writing the last frames
 ENGINE_END_S = 0.5  # kept of what an engine is allotted for its end; with no more left none is started
@@ -120,9 +125,10 @@ def side_by_side(threads: int) -> int:
     return min(threads, PARALLEL + max(0, threads - PARALLEL) // THREADS_PER_SEARCH)
 
 
-def heuristics_share(seconds: float) -> float:
-    """The share of the time that heuristics have if engines follow."""
-    return max(HEURISTICS_SHARE, min(0.5, HEURISTICS_S / seconds))
+def heuristics_share(problem: Problem, seconds: float) -> float:
+    """The share of the time that heuristics have if engines follow: half of it at most."""
+    share, least_s = HEURISTICS_WITH_PAIRS if problem.overlap_factor is not None else (HEURISTICS_SHARE, HEURISTICS_S)
+    return max(share, min(0.5, least_s / seconds))
 
 
 def engine_runs(method: str, problem: Problem, supports: Callable[[str], bool]) -> list[EngineRun]:

@@ -15,10 +15,11 @@ import pytest
 from support import problems
 from support.frames import schedules
 from support.problems import with_budgets
+from support.processes import over
 
 from optpipe import InputError, Problem, SolverError, check, improve
 from optpipe.process.child import Child
-from optpipe.process.protocol import End, Note, Request
+from optpipe.process.protocol import End, Note, Ready, Request
 from optpipe.transformer.estimate import estimate
 from optpipe.transformer.presets import GPUS, MODELS
 from optpipe.transformer.records import Parallelism, Run
@@ -93,6 +94,49 @@ def test_the_time_limit_holds() -> None:
     spent = re.match(r"milp: HiGHS: time is up after ([\d.]+) s ", report.text)
     assert spent, report.text
     assert float(spent[1]) < 30.0
+
+
+def test_one_process_runs_one_engine_after_the_other_as_if_it_were_new() -> None:
+    """With one thread, where work is counted, each finds the same as in a process of its own."""
+    problem = pipeline(4, 6)
+    asked = [
+        Request(problem=problem, method=method, time_limit_s=2.0)
+        for method in ("dispatch", "anneal", "relax", "lns", "dispatch")
+    ]
+    child = Child("optpipe_solver.engines", asked[0])
+    pid, found = child.pid, [list(child.frames(stays=True))]
+    for request in asked[1:]:
+        assert child.waits
+        child.ask(request)
+        found.append(list(child.frames(stays=True)))
+    assert child.pid == pid
+    assert found[0] == found[-1] != found[1]
+    assert found[:-1] == [list(Child("optpipe_solver.engines", request).frames()) for request in asked[:-1]]
+    child.close()
+    assert over(pid)
+
+
+@pytest.mark.parametrize("method", ["dispatch", "lns"])
+def test_an_engine_that_is_asked_to_end_does_so_and_takes_another_request(method: str) -> None:
+    request = Request(problem=pipeline(8, 24), method=method, time_limit_s=3600.0, threads=2)
+    child = Child("optpipe_solver.engines", request)
+    frames = child.frames(stays=True)
+    assert isinstance(next(frames), Ready)
+    child.end_soon()
+    assert isinstance([*frames][-1], End)
+    child.ask(request.model_copy(update={"time_limit_s": 0.1, "method": "anneal"}))
+    assert isinstance([*child.frames(stays=True)][-1], End)
+    child.close()
+
+
+def test_an_engine_that_waits_dies_with_its_parent() -> None:
+    with engine(Request(problem=pipeline(2, 2), method="dispatch", time_limit_s=0.1), True) as process:
+        assert process.stdin
+        assert process.stdout
+        assert any(b'"end"' in line for line in process.stdout)
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(100) != 0
 
 
 def test_an_unknown_method_is_one_sentence() -> None:

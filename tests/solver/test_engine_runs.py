@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import pytest
 from support.problems.chain import chain
+from support.processes import over
 
 from optpipe import Problem, Schedule
 from optpipe.model.rules import Rules
@@ -175,6 +176,47 @@ def test_an_engine_goes_on_while_it_gains(best: Schedule, more_s: float, monkeyp
     assert under_way.deadline == 100.0 + more_s
 
 
+@pytest.mark.parametrize(("time_limit_s", "asked"), [(1000.0, True), (10.0, False)])
+def test_an_engine_whose_time_is_up_is_asked_to_end_where_another_may_follow(time_limit_s: float, asked: bool) -> None:
+    """Else it searches to the end."""
+    sent: list[str] = []
+    runs, under_way = searching([], time_limit_s=time_limit_s), process("dispatch")
+    under_way.child = cast(Child, SimpleNamespace(end_soon=lambda: sent.append("end")))
+    under_way.deadline = min(runs._clock.until, time.monotonic() + 10.0)
+    runs._processes.running.append(under_way)
+    runs.handle_messages()
+    assert not sent
+    under_way.deadline -= 10.0 if asked else 0.0
+    for _ in range(2):
+        runs.handle_messages()
+    assert sent == ["end"] * asked
+    assert under_way.stopped == asked
+    assert not under_way.killed
+
+
+def test_engines_follow_each_other_in_one_process_but_for_what_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Child] = []
+
+    class Counted(Child):
+        def __init__(self, module: str, request: Request) -> None:
+            super().__init__(module, request)
+            started.append(self)
+
+    monkeypatch.setattr(engine_runs_module, "Child", Counted)
+    planned = [EngineRun(name, 0.1) for name in ("dispatch", "anneal", "milp", "relax", "cpsat")]
+    runs = searching(planned, threads=1, time_limit_s=20.0)
+    ran: list[tuple[str, Child]] = []
+    while runs._planned or runs.running:
+        runs.start_next(beside_heuristics=False)
+        ran += [(each.engine, each.child) for each in runs._processes.running if each.engine not in dict(ran)]
+        runs.handle_messages(0.1)
+    shared, alone = started
+    assert ran == [(run.engine, alone if run.engine == "milp" else shared) for run in planned]
+    assert shared.waits
+    runs.stop_all()
+    assert over(shared.pid)
+
+
 def test_an_engine_that_ended_early_runs_again_only_from_another_schedule() -> None:
     runs = searching([])
     assert runs.may_gain(LNS)
@@ -189,7 +231,7 @@ def test_an_engine_that_ended_early_runs_again_only_from_another_schedule() -> N
     used_up = searching([])
     used_up.handle(process("lns", NAIVE, spent_s=9.0), None)
     stopped = process("lns", NAIVE, spent_s=1.0)
-    stopped.deadline = engine_runs_module.STOPPED
+    stopped.deadline = engine_runs_module.KILLED
     used_up.handle(stopped, None)
     assert used_up.may_gain(LNS)
 
@@ -248,11 +290,21 @@ def test_a_method_that_is_named_has_the_time_to_itself():
 def test_the_table_itself_fits_the_time():
     assert {run.engine for run in tuning.AUTO} == {*ENGINES}
     assert sum(run.share for run in tuning.AUTO) <= 1.0  # runs that repeat fill the rest
-    assert [tuning.heuristics_share(seconds) for seconds in (60.0, 4.0, 1.0)] == [
-        tuning.HEURISTICS_SHARE,
-        tuning.HEURISTICS_S / 4,
-        0.5,
-    ]
+
+
+@pytest.mark.parametrize("factor", [None, 0.8])
+def test_heuristics_have_more_time_where_ops_may_run_in_pairs(factor: float | None) -> None:
+    """No engine knows these."""
+    problem = PROBLEM.replace(overlap_factor=factor)
+    share, least_s = (tuning.HEURISTICS_SHARE, tuning.HEURISTICS_S) if factor is None else tuning.HEURISTICS_WITH_PAIRS
+    shares = [tuning.heuristics_share(problem, seconds) for seconds in (60.0, 4.0, 0.5)]
+    assert shares == [share, least_s / 4, 0.5]
+
+
+def test_what_needs_more_time_than_its_share_is_left_out() -> None:
+    planned = [EngineRun("cpsat", 0.1, least_s=9.0), LNS]
+    assert [searching(planned, time_limit_s=seconds)._planned == planned for seconds in (100.0, 10.0)] == [True, False]
+    assert searching(planned, time_limit_s=10.0)._planned == [LNS]
 
 
 # The clock

@@ -44,7 +44,7 @@ def engines(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setattr(engine_runs, "ENGINE", "support.fakes.engine")
     monkeypatch.setattr(tuning, "AUTO", (EngineRun("cpsat", 0.5), EngineRun("milp", 0.5)))
-    monkeypatch.setattr(tuning, "heuristics_share", lambda seconds: HEURISTICS_SHARE)
+    monkeypatch.setattr(tuning, "heuristics_share", lambda problem, seconds: HEURISTICS_SHARE)
     monkeypatch.setattr(tuning, "DESCENT_FAILURES", 10)
     monkeypatch.setattr(Portfolio, "supports", lambda self, engine: True)
 

@@ -26,6 +26,7 @@ from optpipe_solver.incumbents import Emit, Incumbents
 METHOD = "anneal"
 MOST_THREADS: int | None = 1
 OPEN_ENDED = False
+ALONE = False
 OPS_PER_S = 7e7  # timed or looked at; slower machines take up to twice the time that is counted
 OPS_AT_A_TIME = 2_000_000  # before the clock is looked at
 HOT = 0.1  # how much longer the next order may be at first: in times of an op and of the logarithm of the tries per op

@@ -9,6 +9,7 @@ from optpipe.process.protocol import Frame, Ready, Request
 
 MOST_THREADS: int | None = None
 OPEN_ENDED = False
+ALONE = False
 # With more, CP-SAT on the whole problem neither proves anything in a minute nor improves a good schedule.
 MOST_FORWARDS = 200
 

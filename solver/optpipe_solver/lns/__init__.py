@@ -9,6 +9,7 @@ from optpipe.process.protocol import Frame, Ready, Request
 
 MOST_THREADS: int | None = None
 OPEN_ENDED = True
+ALONE = False
 
 
 def unsupported(problem: Problem) -> str | None:

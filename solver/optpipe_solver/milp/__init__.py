@@ -10,6 +10,7 @@ from optpipe.process.protocol import Frame, Ready, Request
 
 MOST_THREADS: int | None = None
 OPEN_ENDED = False
+ALONE = True
 
 
 def unsupported(problem: Problem) -> str | None:

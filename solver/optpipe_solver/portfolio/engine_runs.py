@@ -27,7 +27,7 @@ from optpipe_solver.schedule_facts import is_modelled
 from optpipe_solver.tuning import EngineRun
 
 ENGINE = "optpipe_solver.engines"
-STOPPED = float("inf")
+KILLED = float("inf")
 MIB = 2**20
 
 Message = Frame | OptPipeError | None  # what an engine's process sends; None is its end, however it came
@@ -35,22 +35,28 @@ Message = Frame | OptPipeError | None  # what an engine's process sends; None is
 
 @dataclass(eq=False)
 class EngineProcess:
-    """One engine's process."""
+    """One run of an engine, in a process that others may have had before."""
 
     engine: str
     child: Child
     threads: int
     start: Schedule | None  # the warm start
-    deadline: float  # a moment of `time.monotonic` at which it is stopped; `STOPPED` from then on
+    deadline: float  # a moment of `time.monotonic` at which it is killed; `KILLED` from then on
     allotted_s: float
     began: float = field(default_factory=time.monotonic)  # to load, then to search
     spent_s: float | None = None  # of its time, by its own count
     gained: bool = False  # whether a schedule of its became the best
     report: Note | None = None  # its last, on how a search of it ended or how far it is
+    asked_to_end: bool = False
+
+    @property
+    def killed(self) -> bool:
+        return self.deadline == KILLED
 
     @property
     def stopped(self) -> bool:
-        return self.deadline == STOPPED
+        """Whether it does not end by itself."""
+        return self.killed or self.asked_to_end
 
     @property
     def ended_early(self) -> bool:
@@ -64,18 +70,28 @@ class EngineProcesses:
 
     def __init__(self) -> None:
         self.running: list[EngineProcess] = []
+        self.waiting: list[Child] = []  # for another request
         self._inbox: queue.Queue[tuple[EngineProcess, Message]] = queue.Queue()
+
+    def prepare(self) -> None:
+        """Start a process that waits for an engine."""
+        self.waiting.append(Child(ENGINE, None))
 
     def start(self, request: Request, start: Schedule | None, deadline: float, allotted_s: float) -> None:
         """Start the engine that the request's method names, from a schedule."""
         asked = request.model_copy(update={"warm_start": Programs.from_schedule(start) if start else None})
-        process = EngineProcess(request.method, Child(ENGINE, asked), request.threads, start, deadline, allotted_s)
+        if self.waiting and not engines.load(request.method).ALONE:
+            child = self.waiting.pop()
+            child.ask(asked)
+        else:
+            child = Child(ENGINE, asked)
+        process = EngineProcess(request.method, child, request.threads, start, deadline, allotted_s)
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         self.running.append(process)
 
     def _listen(self, process: EngineProcess) -> None:
         try:
-            for frame in process.child.frames():
+            for frame in process.child.frames(stays=not engines.load(process.engine).ALONE):
                 self._inbox.put((process, frame))
         except OptPipeError as error:
             self._inbox.put((process, error))
@@ -83,10 +99,15 @@ class EngineProcesses:
             self._inbox.put((process, None))
 
     def stop(self, process: EngineProcess) -> None:
-        """Stop an engine; `messages` still yields what it sent before."""
-        if not process.stopped:
-            process.deadline = STOPPED
+        """Kill an engine; `messages` still yields what it sent before."""
+        if not process.killed:
+            process.deadline = KILLED
             process.child.stop()
+
+    def end_waiting(self) -> None:
+        """End the processes in which no engine runs."""
+        while self.waiting:
+            self.waiting.pop().close()
 
     def messages(self, wait_s: float = 0.0) -> Iterator[tuple[EngineProcess, Message]]:
         """Yield what engines have sent since the last call; wait for a first message, `wait_s` at most.
@@ -103,6 +124,10 @@ class EngineProcesses:
                 return
             if message is None:
                 self.running.remove(process)
+                if process.killed:
+                    process.child.close()
+                elif process.child.waits:
+                    self.waiting.append(process.child)
             yield process, message
             wait_s = 0.0
 
@@ -117,17 +142,23 @@ class EngineRuns:
         self, request: Request, planned: Sequence[EngineRun], incumbents: Incumbents, clock: Clock, emit: Emit
     ) -> None:
         self._request, self._incumbents, self._emit = request, incumbents, emit
-        self._planned = list(planned)
         self._processes = EngineProcesses()
         beside = request.method in ("auto", RELAX)  # what gives bounds only need not wait for heuristics
         self._parallel = tuning.side_by_side(request.threads) if beside else 1
-        self._engines_s = (1 - tuning.heuristics_share(clock.seconds)) * clock.seconds  # summed shares are of this
-        self._engines_s *= tuning.COUNTED_SHARE if clock.counts else 1
+        engines_s = (1 - tuning.heuristics_share(request.problem, clock.seconds)) * clock.seconds
+        engines_s *= tuning.COUNTED_SHARE if clock.counts else 1
+        self._shared_s = self._parallel * engines_s  # shares are of this
+        self._planned = [run for run in planned if run.share * self._shared_s >= run.least_s]
         # By count what no engine has used yet; by the clock all that is left.
-        self._clock = Clock(self._engines_s if clock.counts else clock.seconds, clock.counts, inf, whole=clock)
+        self._clock = Clock(engines_s if clock.counts else clock.seconds, clock.counts, inf, whole=clock)
         self._started = 0
         self._any_ready = False  # whether an engine's search has begun
         self._exhausted: list[tuple[str, Schedule | None]] = []  # an engine that found no more to do, and from where
+
+    def prepare(self) -> None:
+        """Let a process load what planned engines compile, before there is a schedule to start from."""
+        if any(run.engine in engines.LOOPS for run in self._planned):
+            self._processes.prepare()
 
     @property
     def running(self) -> bool:
@@ -174,7 +205,7 @@ class EngineRuns:
             share = min(share, engines.load(run.engine).MOST_THREADS or share)
             allotted_s = self._clock.left_s  # all that is left if no run is planned behind it
             if self._planned:
-                allotted_s = min(allotted_s, max(run.share * self._parallel * self._engines_s, tuning.ENGINE_LEAST_S))
+                allotted_s = min(allotted_s, max(run.share * self._shared_s, tuning.ENGINE_LEAST_S))
             self.start(run, allotted_s, share)
             free, threads = free - 1, threads - share
 
@@ -212,7 +243,15 @@ class EngineRuns:
         return not _contains(self._exhausted, run.engine, self._start)
 
     def handle_messages(self, wait_s: float = 0.0) -> None:
-        """Take what engines have sent; wait for a first message, `wait_s` at most."""
+        """Take what engines have sent; wait for a first message, `wait_s` at most.
+
+        An engine whose time is up is asked to end, so that its process can be another's, where there is time for one.
+        """
+        for process in self._processes.running:
+            if not process.stopped and process.deadline < min(time.monotonic(), self._clock.until):
+                process.asked_to_end = True
+                process.deadline += tuning.ENGINE_END_S
+                process.child.end_soon()
         for process, message in self._processes.messages(wait_s):
             self.handle(process, message)
 
@@ -223,6 +262,7 @@ class EngineRuns:
             self._processes.stop(process)
         while self.running:
             self.handle_messages(1.0)
+        self._processes.end_waiting()
 
     def handle(self, process: EngineProcess, message: Message) -> None:
         """Take what an engine sends. What goes wrong becomes a note, and the search goes on."""
@@ -271,7 +311,7 @@ class EngineRuns:
 
         One that was stopped had gone on for as long as it gained.
         """
-        spent_s = inf if process.spent_s is None else process.spent_s + tuning.ENGINE_END_S
+        spent_s = inf if process.stopped or process.spent_s is None else process.spent_s + tuning.ENGINE_END_S
         self._clock.spend(min(process.allotted_s, spent_s))
         if process.report and process.report.ongoing:
             self._emit(process.report.stopped(time.monotonic() - process.began))
@@ -292,10 +332,13 @@ class EngineRuns:
         allowed_mib = self._request.memory_mib
         if allowed_mib is None:
             return
-        running = (process for process in self._processes.running if not process.stopped)
+        running = (process for process in self._processes.running if not process.killed)
         held = {process: resident_bytes(members(process.child.mark)) for process in running}
-        total = sum(held.values()) + resident_bytes([os.getpid()])
-        if held and total > allowed_mib * MIB:
+        waiting = (pid for child in self._processes.waiting for pid in members(child.mark))
+        total = sum(held.values()) + resident_bytes([os.getpid(), *waiting])
+        if total > allowed_mib * MIB and self._processes.waiting:
+            self._processes.end_waiting()
+        elif held and total > allowed_mib * MIB:
             largest = max(held, key=held.__getitem__)
             self._processes.stop(largest)
             self._cancel(largest.engine)

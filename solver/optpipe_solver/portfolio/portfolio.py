@@ -73,12 +73,14 @@ class Portfolio:
         if any(engines.waits_for_compiler(run.engine) for run in planned):
             self.emit(Note(text=engines.COMPILING))
         runs = EngineRuns(request, planned, incumbents, clock, self.emit)
-        share = tuning.heuristics_share(clock.seconds) if planned else 1.0
+        share = tuning.heuristics_share(request.problem, clock.seconds) if planned else 1.0
         if planned and incumbents.best and incumbents.best.method in methods.ENGINES:
             share = 0.0  # a search before this one went beyond heuristics
         heuristics = self.heuristics.run(share, lambda: runs.loading)
         heuristics_run = not incumbents.proven
         try:
+            if not incumbents.proven:
+                runs.prepare()
             while True:
                 if heuristics_run:  # one schedule of one of them, in this process; the first one in any case
                     heuristics_run = next(heuristics, "ended") is None and not incumbents.proven

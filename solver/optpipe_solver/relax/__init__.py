@@ -19,6 +19,7 @@ from optpipe_solver.relax.states import IS_COMPLETE, IS_FULL, States, first_stat
 
 MOST_THREADS: int | None = 1
 OPEN_ENDED = True
+ALONE = False
 STATES_PER_S = 50_000  # about what a busy machine takes off the heap
 MOST_STATES = 2**20  # of one device
 MEETING_STATES = 2**17  # of these, in the search in which micro-batches meet

@@ -15,13 +15,17 @@ from optpipe.process.protocol import (
     Ready,
     Request,
     output,
-    read_request,
+    requests,
     write_frame,
 )
 
 
 def main() -> None:
-    request = read_request(Request)
+    for request in requests(Request):
+        behave(request)
+
+
+def behave(request: Request) -> None:
     behaviour, _, figure = os.environ[request.method].partition(" ")
     write_frame(Ready())
     if behaviour == "crash":
