@@ -116,6 +116,15 @@ def test_one_process_runs_one_engine_after_the_other_as_if_it_were_new() -> None
     assert over(pid)
 
 
+def test_a_process_may_load_before_it_is_asked() -> None:
+    request = Request(problem=pipeline(4, 6), method="dispatch", time_limit_s=1.0)
+    child = Child("optpipe_solver.engines", None)
+    assert child.waits
+    child.ask(request)
+    assert not child.waits
+    assert list(child.frames()) == list(Child("optpipe_solver.engines", request).frames())
+
+
 @pytest.mark.parametrize("method", ["dispatch", "lns"])
 def test_an_engine_that_is_asked_to_end_does_so_and_takes_another_request(method: str) -> None:
     request = Request(problem=pipeline(8, 24), method=method, time_limit_s=3600.0, threads=2)

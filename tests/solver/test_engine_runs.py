@@ -217,6 +217,18 @@ def test_engines_follow_each_other_in_one_process_but_for_what_runs_alone(monkey
     assert over(shared.pid)
 
 
+def test_a_process_that_waits_is_ended_before_an_engine_holds_too_much() -> None:
+    ended: list[str] = []
+    runs, under_way = searching([], memory_mib=1), process()
+    under_way.child = cast(Child, SimpleNamespace(mark="/none/", stop=lambda: ended.append("an engine")))
+    runs._processes.running.append(under_way)
+    runs._processes.waiting.append(cast(Child, SimpleNamespace(mark="/none/", close=lambda: ended.append("waits"))))
+    runs.limit_memory()
+    assert ended == ["waits"]
+    runs.limit_memory()
+    assert ended == ["waits", "an engine"]
+
+
 def test_an_engine_that_ended_early_runs_again_only_from_another_schedule() -> None:
     runs = searching([])
     assert runs.may_gain(LNS)

@@ -79,8 +79,10 @@ class Portfolio:
         heuristics = self.heuristics.run(share, lambda: runs.loading)
         heuristics_run = not incumbents.proven
         try:
-            if not incumbents.proven:
+            if heuristics_run:
                 runs.prepare()
+                if incumbents.best:  # the first heuristic may take long
+                    runs.start_next(beside_heuristics=True)
             while True:
                 if heuristics_run:  # one schedule of one of them, in this process; the first one in any case
                     heuristics_run = next(heuristics, "ended") is None and not incumbents.proven
