@@ -219,7 +219,7 @@ def test_engines_follow_each_other_in_one_process_but_for_what_runs_alone(monkey
 
 def test_a_process_that_waits_is_ended_before_an_engine_holds_too_much() -> None:
     ended: list[str] = []
-    runs, under_way = searching([], memory_mib=1), process()
+    runs, under_way = searching([], memory_mib=64), process()  # this process alone holds more
     under_way.child = cast(Child, SimpleNamespace(mark="/none/", stop=lambda: ended.append("an engine")))
     runs._processes.running.append(under_way)
     runs._processes.waiting.append(cast(Child, SimpleNamespace(mark="/none/", close=lambda: ended.append("waits"))))
