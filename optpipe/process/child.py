@@ -42,7 +42,9 @@ class Child:
                 start_new_session=True,
             )
             unless_it_starts.pop_all()  # from here on `close` is who closes it
-        self.waits = request is None  # for a request
+        self._waits = request is None
+        self._said = 0  # bytes on stderr before the request
+        self._sending: threading.Thread | None = None  # the last that was begun
         self._stopped = threading.Event()
         self._gone = threading.Event()  # with its group: from then on their number may be a stranger's
         if admit is not None:
@@ -59,18 +61,28 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a request, and lives."""
+        return self._waits and self._process.poll() is None
+
     def ask(self, request: SearchOptions) -> None:
         """Sends a child that `waits` its next request."""
-        self.waits = False
-        line = request.model_dump_json(exclude_none=True).encode() + b"\n"
-        threading.Thread(target=self._send, args=(line,), daemon=True).start()
+        self._waits, self._said = False, os.fstat(self._stderr.fileno()).st_size
+        self._send_later(request.model_dump_json(exclude_none=True).encode() + b"\n")
 
     def end_soon(self) -> None:
         """Asks the child for `End`. Its time may be up in the midst of something, so that this takes a while."""
-        threading.Thread(target=self._send, args=(NOTHING_MORE,), daemon=True).start()
+        self._send_later(NOTHING_MORE)
 
-    def _send(self, line: bytes) -> None:
+    def _send_later(self, line: bytes) -> None:
+        self._sending = threading.Thread(target=self._send, args=(line, self._sending), daemon=True)
+        self._sending.start()
+
+    def _send(self, line: bytes, before: threading.Thread | None) -> None:
         assert self._process.stdin is not None
+        if before is not None:
+            before.join()
         with contextlib.suppress(OSError, ValueError):  # it died or was stopped before it had read; `frames` reports it
             self._process.stdin.write(line)
             self._process.stdin.flush()
@@ -84,7 +96,7 @@ class Child:
                 if not line.endswith(b"\n"):
                     break
                 frame = parse_frame(line)
-                self.waits = stays and isinstance(frame, End)
+                self._waits = stays and isinstance(frame, End)
                 yield frame
                 if isinstance(frame, End | Refused):
                     return
@@ -102,7 +114,7 @@ class Child:
             code = self._process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             return "closed its output and did not end"
-        self._stderr.seek(0)
+        self._stderr.seek(self._said)
         lines = self._stderr.read()[-2000:].decode(errors="replace").strip().splitlines()
         return f"ended with exit code {code}: {lines[-1] if lines else 'it said nothing'}"
 

@@ -190,13 +190,12 @@ def read_request(model: type[Asked]) -> Asked:
 
 
 def requests(model: type[Asked]) -> Iterator[Asked]:
-    """In a child: requests from standard input, one after the other. The child ends as soon as that input closes; by an
-    empty line the parent asks it to end what it does for the request before."""
+    """In a child: requests from standard input, one after the other. From this call on the child ends as soon as that
+    input closes; by an empty line the parent asks it to end what it does for the request before."""
     keep_output_for_frames()
     lines = queue.SimpleQueue[bytes]()
     threading.Thread(target=_read_lines, args=(lines,), daemon=True).start()
-    while True:
-        yield model.model_validate_json(lines.get())
+    return (model.model_validate_json(line) for line in iter(lines.get, None))
 
 
 def _read_lines(lines: queue.SimpleQueue[bytes]) -> None:

@@ -68,9 +68,10 @@ def waits_for_compiler(name: str) -> bool:
 
 def main() -> None:
     """Run the engine that each request's `method` names, to an `End` frame, until standard input closes."""
+    asked = requests(Request)
     if WAITS in sys.argv and not waits_for_compiler("dispatch"):
         descents.compile_descents(Simulator(small_problem()))  # loads numba and what was compiled
-    for request in requests(Request):
+    for request in asked:
         if request.method not in ENGINES:
             sys.exit(f"method = {request.method!r}: the engines are {', '.join(ENGINES)}")
         write_frame(End(spent_s=load(request.method).run(request, write_frame)))

@@ -8,8 +8,9 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.frames import schedules
-from support.problems import pipeline, stage
+from support.problems import pipeline, stage, with_budgets
 from support.problems.small import problems_of_every_sort, several_a_device
+from support.problems.strategies import arranged
 
 from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import length_ms
@@ -53,6 +54,40 @@ def test_what_it_finds_is_valid_and_as_long_as_counted(objective, problem: Probl
         assert check(problem, best) == []
         assert annealing.best_ms == pytest.approx(length_ms(best, objective))
         assert length_ms(best, objective) <= length_ms(start, objective) + 1e-6
+
+
+@st.composite
+def relieved_in_two_ways(draw: st.DrawFn) -> Schedule:
+    """A schedule of devices on which one stage's activations can leave and another's be recomputed; memory is short."""
+    devices, microbatches = draw(st.sampled_from((1, 1, 2))), draw(st.integers(2, 5))
+    several = st.sampled_from((1, 2, 3, 5, 8))
+    stages = []
+    for d in draw(st.permutations([*range(devices)] * 2)):
+        held = draw(st.integers(4, 12))
+        moved = draw(several), draw(several), draw(st.integers(held // 2, held))
+        other = any(each["device"] == d and "offload_ms" in each for each in stages)
+        relief = {"recompute": (draw(several), draw(st.integers(0, held // 3)))} if other else {"offload": moved}
+        costs = stage(
+            draw(st.tuples(several, several, several)), (held, draw(st.sampled_from((0, held // 2)))), **relief
+        )
+        stages.append(costs | {"device": d, "offload_parts": 1 if other else draw(st.integers(1, 2))})
+    mode = draw(st.sampled_from(("half_duplex", "full_duplex")))
+    problem = pipeline(devices, microbatches, 10**6, stages, transfer_mode=mode)
+    start = split_dispensable(arranged(problem, draw(st.randoms(use_true_random=False)).choice))
+    spare = draw(st.sampled_from((0, 0, 3)))
+    return start.on(with_budgets(problem, [device.bytes + spare for device in start.compiled.certificate.device]))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(start=relieved_in_two_ways(), objective=st.sampled_from(("makespan", "span")))
+def test_what_is_kept_again_moves_what_leaves(start: Schedule, objective) -> None:
+    """More is held from its forward on, so drops come forward, and reloads later, before what was recomputed."""
+    annealing = Annealing(start, objective, 0)
+    for _ in range(6):
+        annealing.go_on(20.0, 1500 * annealing.ops)
+        best = annealing.best()
+        assert check(start.problem, best) == []
+        assert annealing.best_ms == pytest.approx(length_ms(best, objective))
 
 
 @settings(max_examples=examples(16), deadline=None)
@@ -107,6 +142,15 @@ def test_micro_batches_that_differ_enter_in_another_order() -> None:
     annealing = Annealing(start_of(problem, "naive"), "makespan", 0)
     annealing.go_on(1.0, 4000 * annealing.ops)
     assert annealing.best_ms == pytest.approx(1.0 + 4 * 6.0)
+
+
+def test_micro_batches_that_differ_keep_a_fixed_order() -> None:
+    first = {**stage((1, 0, 0), (1, 0)), "forward_ms": [8.0, 4.0, 2.0, 1.0]}
+    problem = pipeline(2, 4, 100, [first, stage((6, 0, 0), (1, 0))], fixed_order=True)
+    annealing = Annealing(start_of(problem, "naive"), "makespan", 0)
+    annealing.go_on(1.0, 4000 * annealing.ops)
+    assert check(problem, annealing.best()) == []
+    assert annealing.best_ms == pytest.approx(8.0 + 4 * 6.0)
 
 
 def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:

@@ -98,10 +98,14 @@ def test_the_time_limit_holds() -> None:
 
 def test_one_process_runs_one_engine_after_the_other_as_if_it_were_new() -> None:
     """With one thread, where work is counted, each finds the same as in a process of its own."""
-    problem = pipeline(4, 6)
+    small = Request(problem=pipeline(2, 3), method="lns", time_limit_s=600.0)  # which it solves whole
     asked = [
-        Request(problem=problem, method=method, time_limit_s=2.0)
-        for method in ("dispatch", "anneal", "relax", "lns", "dispatch")
+        *(
+            Request(problem=pipeline(4, 6), method=method, time_limit_s=2.0)
+            for method in ("dispatch", "anneal", "relax")
+        ),
+        *(small, small.model_copy(update={"method": "cpsat"})),
+        Request(problem=pipeline(4, 6), method="dispatch", time_limit_s=2.0),
     ]
     child = Child("optpipe_solver.engines", asked[0])
     pid, found = child.pid, [list(child.frames(stays=True))]
@@ -126,16 +130,17 @@ def test_a_process_may_load_before_it_is_asked() -> None:
 
 
 @pytest.mark.parametrize("method", ["dispatch", "lns"])
-def test_an_engine_that_is_asked_to_end_does_so_and_takes_another_request(method: str) -> None:
-    request = Request(problem=pipeline(8, 24), method=method, time_limit_s=3600.0, threads=2)
-    child = Child("optpipe_solver.engines", request)
+def test_an_engine_that_is_asked_to_end_does_so_and_the_next_request_is_as_in_a_new_process(method: str) -> None:
+    endless = Request(problem=pipeline(8, 24), method=method, time_limit_s=3600.0, threads=2)
+    child = Child("optpipe_solver.engines", endless)
     frames = child.frames(stays=True)
     assert isinstance(next(frames), Ready)
     child.end_soon()
     assert isinstance([*frames][-1], End)
-    child.ask(request.model_copy(update={"time_limit_s": 0.1, "method": "anneal"}))
-    assert isinstance([*child.frames(stays=True)][-1], End)
-    child.close()
+    child.end_soon()  # late: it has ended
+    asked = Request(problem=pipeline(4, 6), method="anneal", time_limit_s=1.0)
+    child.ask(asked)
+    assert [*child.frames()] == [*Child("optpipe_solver.engines", asked).frames()]
 
 
 def test_an_engine_that_waits_dies_with_its_parent() -> None:

@@ -1,20 +1,23 @@
 """Which engine runs when, from which schedule, how long and with how many threads; when one does not run again; their
 table. One clock for a search and its parts: by the wall, or by counted work with the wall as a backstop."""
 
+import os
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import NamedTuple, cast
 
 import numpy as np
 import pytest
 from support.problems.chain import chain
-from support.processes import over
+from support.processes import over, until
 
 from optpipe import Problem, Schedule
 from optpipe.model.rules import Rules
 from optpipe.process.child import Child
-from optpipe.process.protocol import Incumbent, Programs, Ready, Request
+from optpipe.process.protocol import End, Incumbent, Programs, Ready, Request
 from optpipe_solver import clock, engines, systems, tuning
 from optpipe_solver.clock import Clock, counts_work
 from optpipe_solver.heuristics import generate
@@ -176,22 +179,73 @@ def test_an_engine_goes_on_while_it_gains(best: Schedule, more_s: float, monkeyp
     assert under_way.deadline == 100.0 + more_s
 
 
-@pytest.mark.parametrize(("time_limit_s", "asked"), [(1000.0, True), (10.0, False)])
-def test_an_engine_whose_time_is_up_is_asked_to_end_where_another_may_follow(time_limit_s: float, asked: bool) -> None:
-    """Else it searches to the end."""
-    sent: list[str] = []
-    runs, under_way = searching([], time_limit_s=time_limit_s), process("dispatch")
-    under_way.child = cast(Child, SimpleNamespace(end_soon=lambda: sent.append("end")))
-    under_way.deadline = min(runs._clock.until, time.monotonic() + 10.0)
-    runs._processes.running.append(under_way)
-    runs.handle_messages()
-    assert not sent
-    under_way.deadline -= 10.0 if asked else 0.0
-    for _ in range(2):
+@pytest.fixture
+def under_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[EngineRuns, float], tuple[EngineProcess, list[str]]]:
+    """An engine that is stopped at 110 s by a clock that stands at 100 s; and what its process is sent."""
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+
+    def begin(runs: EngineRuns, deadline: float) -> tuple[EngineProcess, list[str]]:
+        sent: list[str] = []
+        fake = SimpleNamespace(end_soon=lambda: sent.append("end"), stop=lambda: sent.append("kill"))
+        engine = EngineProcess("dispatch", cast(Child, fake), 1, None, deadline, 10.0)
+        runs._processes.running.append(engine)
+        return engine, sent
+
+    return begin
+
+
+def test_an_engine_whose_time_is_up_is_asked_to_end_and_killed_if_it_does_not(under_way, monkeypatch) -> None:
+    runs, passed = searching([]), tuning.ENGINE_END_S
+    engine, sent = under_way(runs, 110.0)
+    told = []
+    for now in (110.0, 110.1, 110.2, 110.1 + passed, 110.2 + passed):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
         runs.handle_messages()
-    assert sent == ["end"] * asked
-    assert under_way.stopped == asked
-    assert not under_way.killed
+        told.append((list(sent), engine.asked_to_end, engine.killed))
+    assert told == [([], False, False), *[(["end"], True, False)] * 2, *[(["end", "kill"], True, True)] * 2]
+
+
+def test_where_no_time_is_left_for_another_engine_one_searches_to_the_end(under_way, monkeypatch) -> None:
+    runs = searching([], time_limit_s=10.0)
+    engine, sent = under_way(runs, 110.0)
+    for now, expected in ((110.0, []), (110.1, ["kill"])):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+        runs.handle_messages()
+        assert sent == expected
+    assert not engine.asked_to_end
+
+
+def test_what_an_engine_has_sent_counts_before_its_time_is_up(under_way, monkeypatch) -> None:
+    """Which a heuristic that took long let nobody see; and what it sends when it is asked to end gains it no time."""
+    runs = searching([])
+    engine, sent = under_way(runs, 110.0)
+    runs._processes._inbox.put((engine, BETTER_IS_FOUND))
+    monkeypatch.setattr(time, "monotonic", lambda: 112.0)
+    runs.handle_messages()
+    assert (sent, engine.deadline) == ([], 122.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 122.1)
+    runs.handle_messages()
+    best = Incumbent(method="x", schedule=Programs.from_schedule(systems.generate("zb-h1", PROBLEM)))
+    runs.handle(engine, best)
+    assert runs._incumbents.best.method == "x"
+    assert (sent, engine.deadline) == (["end"], 122.0 + tuning.ENGINE_END_S)
+
+
+def test_a_process_that_died_while_it_waited_is_passed_over() -> None:
+    processes = EngineProcesses()
+    processes.prepare()
+    (dead,) = processes.waiting
+    os.kill(dead.pid, signal.SIGKILL)
+    until(lambda: not dead.waits)
+    processes.start(Request(problem=PROBLEM, method="dispatch", time_limit_s=0.1), NAIVE, time.monotonic() + 600, 600.0)
+    messages: list[object] = []
+    while processes.running:
+        messages += [message for _, message in processes.messages(1.0)]
+    assert [type(message) for message in messages[-2:]] == [End, NoneType]
+    (alive,) = processes.waiting
+    assert alive.waits
+    processes.end_waiting()
+    assert over(alive.pid)
 
 
 def test_engines_follow_each_other_in_one_process_but_for_what_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +257,8 @@ def test_engines_follow_each_other_in_one_process_but_for_what_runs_alone(monkey
             started.append(self)
 
     monkeypatch.setattr(engine_runs_module, "Child", Counted)
-    planned = [EngineRun(name, 0.1) for name in ("dispatch", "anneal", "milp", "relax", "cpsat")]
-    runs = searching(planned, threads=1, time_limit_s=20.0)
+    planned = [EngineRun(name, 0.002) for name in ("dispatch", "anneal", "milp", "relax", "cpsat")]
+    runs = searching(planned, threads=1)
     ran: list[tuple[str, Child]] = []
     while runs._planned or runs.running:
         runs.start_next(beside_heuristics=False)

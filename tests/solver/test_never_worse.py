@@ -112,6 +112,6 @@ def test_heuristics_go_on_while_they_gain_or_no_engine_is_ready(
 
     monkeypatch.setitem(STREAMS, "naive", stream)
     heuristics = HeuristicRuns(request.model_copy(update={"method": "naive"}), None, incumbents, Clock(100.0), print)
-    for _ in heuristics.run(tuning.HEURISTICS_SHARE, lambda: now[0] < ready_s):
+    for _ in heuristics.run(0.1, lambda: now[0] < ready_s):
         pass
     assert now[0] == pytest.approx(until_s, abs=1.0)

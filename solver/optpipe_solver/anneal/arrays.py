@@ -75,7 +75,10 @@ def ops_of(schedule: Schedule) -> tuple[Ops, Table]:
     _, group = np.unique(np.column_stack([rows.kind, rows.stage, part]), axis=0, return_inverse=True)
     group = group.reshape(-1)
     counts = np.bincount(group)
-    keep_order = rows.of_kinds(*(COMPUTE - {Kind.C})) & problem.costs.are_equal
+    entering = rows.of_kinds(Kind.F) & np.isin(rows.stage, [route[0] for route in problem.all_routes])
+    keep_order = entering & problem.fixed_order
+    if problem.costs.are_equal:
+        keep_order = rows.of_kinds(*(COMPUTE - {Kind.C}))
     alike = np.zeros(len(counts), np.bool_)
     alike[group] = keep_order
     members = np.full((len(counts), counts.max()), NONE)

@@ -85,7 +85,7 @@ def anneal(
         all_timed += timed
         if ms > limit_ms or ms == np.inf:
             if attempt == 0:
-                return all_timed
+                raise RuntimeError("the order at hand cannot be run")
             _undo(ops, order, room, changed, choice, end)
             continue
         lengths_ms[0] = ms
@@ -133,6 +133,8 @@ def _leave_or_stay(ops: Ops, order: Ints, room: Room, choice: int) -> int:
                 first = place if first == NONE else first
                 room.ends[d] -= 1
             else:
+                if not moves and row == ops.needs[back, 0]:  # more is held behind its forward
+                    first = place + 1
                 order[place - (end - room.ends[d])] = row
         for place in range(room.ends[d], end):
             order[place] = NONE
@@ -370,7 +372,9 @@ def _critical_waits(ops: Ops, order: Ints, room: Room, span: bool) -> int:
             if ops.stream[order[place]] == 0:
                 break
     count = 0
-    while row != NONE:
+    for _ in range(len(order)):
+        if row == NONE:
+            break
         waiting, row = row, NONE
         start_ms = room.start_ms[waiting] - SAME_MS
         place = room.places[ops.group[waiting], room.number[waiting]]

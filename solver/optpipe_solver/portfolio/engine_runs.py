@@ -41,7 +41,8 @@ class EngineProcess:
     child: Child
     threads: int
     start: Schedule | None  # the warm start
-    deadline: float  # a moment of `time.monotonic` at which it is killed; `KILLED` from then on
+    # A moment of `time.monotonic` at which it is asked to end, then one at which it is killed, and `KILLED`.
+    deadline: float
     allotted_s: float
     began: float = field(default_factory=time.monotonic)  # to load, then to search
     spent_s: float | None = None  # of its time, by its own count
@@ -80,14 +81,19 @@ class EngineProcesses:
     def start(self, request: Request, start: Schedule | None, deadline: float, allotted_s: float) -> None:
         """Start the engine that the request's method names, from a schedule."""
         asked = request.model_copy(update={"warm_start": Programs.from_schedule(start) if start else None})
-        if self.waiting and not engines.load(request.method).ALONE:
-            child = self.waiting.pop()
-            child.ask(asked)
-        else:
-            child = Child(ENGINE, asked)
-        process = EngineProcess(request.method, child, request.threads, start, deadline, allotted_s)
+        process = EngineProcess(request.method, self._child(asked), request.threads, start, deadline, allotted_s)
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         self.running.append(process)
+
+    def _child(self, asked: Request) -> Child:
+        """One that waits, if the engine can have it; else a new one."""
+        while self.waiting and not engines.load(asked.method).ALONE:
+            child = self.waiting.pop()
+            if child.waits:
+                child.ask(asked)
+                return child
+            child.close()  # it has died
+        return Child(ENGINE, asked)
 
     def _listen(self, process: EngineProcess) -> None:
         try:
@@ -110,13 +116,7 @@ class EngineProcesses:
             self.waiting.pop().close()
 
     def messages(self, wait_s: float = 0.0) -> Iterator[tuple[EngineProcess, Message]]:
-        """Yield what engines have sent since the last call; wait for a first message, `wait_s` at most.
-
-        Stops engines whose time is up.
-        """
-        for process in self.running:
-            if time.monotonic() > process.deadline:
-                self.stop(process)
+        """Yield what engines have sent since the last call; wait for a first message, `wait_s` at most."""
         while True:
             try:
                 process, message = self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
@@ -124,10 +124,10 @@ class EngineProcesses:
                 return
             if message is None:
                 self.running.remove(process)
-                if process.killed:
-                    process.child.close()
-                elif process.child.waits:
+                if process.child.waits and not process.killed:
                     self.waiting.append(process.child)
+                else:
+                    process.child.close()
             yield process, message
             wait_s = 0.0
 
@@ -157,7 +157,7 @@ class EngineRuns:
 
     def prepare(self) -> None:
         """Let a process load what planned engines compile, before there is a schedule to start from."""
-        if any(run.engine in engines.LOOPS for run in self._planned):
+        if self._clock.left_s > tuning.ENGINE_END_S and any(run.engine in engines.LOOPS for run in self._planned):
             self._processes.prepare()
 
     @property
@@ -245,18 +245,23 @@ class EngineRuns:
     def handle_messages(self, wait_s: float = 0.0) -> None:
         """Take what engines have sent; wait for a first message, `wait_s` at most.
 
-        An engine whose time is up is asked to end, so that its process can be another's, where there is time for one.
+        An engine whose time is up is asked to end, so that its process can be another's, where there is time for one;
+        else, and if it does not, it is killed.
         """
+        for process, message in self._processes.messages(wait_s):
+            self.handle(process, message)
         for process in self._processes.running:
-            if not process.stopped and process.deadline < min(time.monotonic(), self._clock.until):
+            if time.monotonic() <= process.deadline:
+                continue
+            if process.asked_to_end or process.deadline >= self._clock.until:
+                self._processes.stop(process)
+            else:
                 process.asked_to_end = True
                 process.deadline += tuning.ENGINE_END_S
                 process.child.end_soon()
-        for process, message in self._processes.messages(wait_s):
-            self.handle(process, message)
 
     def stop_all(self) -> None:
-        """Stop all engines, start no more, and take what they sent before."""
+        """Stop all engines, start no more, take what they sent before, and end their processes."""
         self._planned.clear()
         for process in self._processes.running:
             self._processes.stop(process)
@@ -302,7 +307,8 @@ class EngineRuns:
             wrong = str(error)
         if self._incumbents.best_ms < best_ms:
             process.gained = True
-            process.deadline = max(process.deadline, self._clock.moment(process.allotted_s))
+            if not process.stopped:
+                process.deadline = max(process.deadline, self._clock.moment(process.allotted_s))
         if wrong:
             self._emit(Note(text=f"a schedule of {process.engine} was rejected: {wrong}"))
 

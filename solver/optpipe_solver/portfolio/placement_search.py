@@ -7,6 +7,7 @@ after the other by successive halving (Jamieson and Talwalkar 2016). `PlacementS
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -123,7 +124,9 @@ class PlacementSearch:
             if uses_rules and not engines.load("dispatch").unsupported(request.problem) and not rules_are_compiled():
                 contenders.note(engines.COMPILING)  # in the engine's own process
                 asked = {"method": "dispatch", "placements": "keep", "time_limit_s": 1e-3, "warm_start": None}
-                meanwhile.callback(Child(ENGINE, request.model_copy(update=asked)).close)
+                compiling = Child(ENGINE, request.model_copy(update=asked))
+                meanwhile.callback(compiling.stop)
+                threading.Thread(target=list, args=(compiling.frames(),), daemon=True).start()
             for phase in self.phases():
                 self.clock.spend(phase.run(phase.share) * self.clock.seconds)
         if contenders.best_ms == NO_SCHEDULE_MS and contenders.last_note:
