@@ -1,10 +1,12 @@
 """The engine `anneal`: what it finds is valid and as long as it counted, and shorter than what it began with."""
 
+import random
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.frames import schedules
@@ -14,7 +16,7 @@ from support.problems.strategies import arranged
 
 from optpipe.evaluate.jit import plain
 from optpipe.evaluate.objective import length_ms
-from optpipe.model.arrays import Table
+from optpipe.model.arrays import NONE, Table
 from optpipe.model.ops import Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
@@ -56,38 +58,46 @@ def test_what_it_finds_is_valid_and_as_long_as_counted(objective, problem: Probl
         assert length_ms(best, objective) <= length_ms(start, objective) + 1e-6
 
 
-@st.composite
-def relieved_in_two_ways(draw: st.DrawFn) -> Schedule:
-    """A schedule of devices on which one stage's activations can leave and another's be recomputed; memory is short."""
-    devices, microbatches = draw(st.sampled_from((1, 1, 2))), draw(st.integers(2, 5))
-    several = st.sampled_from((1, 2, 3, 5, 8))
-    stages = []
-    for d in draw(st.permutations([*range(devices)] * 2)):
-        held = draw(st.integers(4, 12))
-        moved = draw(several), draw(several), draw(st.integers(held // 2, held))
-        other = any(each["device"] == d and "offload_ms" in each for each in stages)
-        relief = {"recompute": (draw(several), draw(st.integers(0, held // 3)))} if other else {"offload": moved}
-        costs = stage(
-            draw(st.tuples(several, several, several)), (held, draw(st.sampled_from((0, held // 2)))), **relief
-        )
-        stages.append(costs | {"device": d, "offload_parts": 1 if other else draw(st.integers(1, 2))})
-    mode = draw(st.sampled_from(("half_duplex", "full_duplex")))
+def relieved_in_two_ways(number: int) -> Schedule:
+    """A schedule at random of devices on which one stage's activations can leave and another's be recomputed, in the
+    memory that it takes."""
+    chance = random.Random(number)
+    devices, microbatches = chance.choice([1, 1, 2]), chance.randint(2, 5)
+
+    def ms(count: int) -> list[int]:
+        return [chance.choice([1, 2, 3, 5, 8]) for _ in range(count)]
+
+    def costs(d: int, leaves: bool) -> dict[str, Any]:
+        held = chance.randint(4, 12)
+        relief = {"recompute": (*ms(1), chance.randint(0, held // 3))}
+        if leaves:
+            relief = {"offload": (*ms(2), chance.randint(held // 2, held)), "offload_parts": chance.choice([1, 2])}
+        return stage(ms(3), (held, chance.choice([0, held // 2])), **relief) | {"device": d}
+
+    leaves = [chance.random() < 0.5 for _ in range(devices)]
+    stages = [costs(d, leaves[d] != again) for again in (False, True) for d in range(devices)]
+    mode = chance.choice(["half_duplex", "full_duplex"])
     problem = pipeline(devices, microbatches, 10**6, stages, transfer_mode=mode)
-    start = split_dispensable(arranged(problem, draw(st.randoms(use_true_random=False)).choice))
-    spare = draw(st.sampled_from((0, 0, 3)))
-    return start.on(with_budgets(problem, [device.bytes + spare for device in start.compiled.certificate.device]))
+    start = split_dispensable(arranged(problem, chance.choice))
+    return start.on(with_budgets(problem, [device.bytes for device in start.compiled.certificate.device]))
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(start=relieved_in_two_ways(), objective=st.sampled_from(("makespan", "span")))
-def test_what_is_kept_again_moves_what_leaves(start: Schedule, objective) -> None:
-    """More is held from its forward on, so drops come forward, and reloads later, before what was recomputed."""
-    annealing = Annealing(start, objective, 0)
-    for _ in range(6):
-        annealing.go_on(20.0, 1500 * annealing.ops)
-        best = annealing.best()
-        assert check(start.problem, best) == []
-        assert annealing.best_ms == pytest.approx(length_ms(best, objective))
+@settings(max_examples=examples(30), deadline=None)
+@given(number=st.integers(0, 10**6), seed=st.integers(0, 99))
+@example(number=4, seed=1)
+@example(number=15, seed=1)
+@example(number=46, seed=1)
+def test_what_is_kept_again_moves_what_leaves(number: int, seed: int) -> None:
+    start = relieved_in_two_ways(number)
+    """More is held from its forward on, so drops come forward, and reloads later, before what was recomputed: the order
+    at hand is timed from there on."""
+    annealing = Annealing(start, "makespan", seed)
+    for _ in range(250):
+        annealing.go_on(50.0, 5 * annealing.ops)
+        order = annealing._order[annealing._order != NONE]
+        at_hand = Schedule.in_order(start.problem, annealing._table[order])
+        assert check(start.problem, at_hand) == []
+        assert annealing._lengths_ms[0] == pytest.approx(at_hand.makespan_ms)
 
 
 @settings(max_examples=examples(16), deadline=None)
