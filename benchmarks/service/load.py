@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -93,38 +93,43 @@ async def running(requests: HttpPool, url: str, after: int) -> int:
 async def first_schedules(deployment: Deployment, each: int) -> list[tuple[int, float]]:
     """Submit so many problems of each size, one after the other; return the compute ops of each, and the s until its
     reply with a schedule."""
-    requests, figures = HttpPool(deployment.address, deployment.keys[0]), []
-    await _makes_first_schedules(requests)
-    for seed in range(each):
-        for stages, microbatches in SIZES:
-            body = {"problem": problem(10**7 + seed, stages, microbatches).to_dict(), "time_limit_s": 0.1}
-            began = time.perf_counter()
-            job = await expect(requests, 201, "POST", "/v1/jobs", body)
-            if job["best"] is None:
-                raise OptPipeError(f"{job['url']}: it was answered without a schedule")
-            figures.append((3 * stages * microbatches, time.perf_counter() - began))
-            await requests.request("POST", f"{job['url']}/cancel")  # so that the service is idle again
-    requests.close()
+    figures = []
+    with closing(HttpPool(deployment.address, deployment.keys[0])) as requests:
+        await _makes_first_schedules(requests)
+        for seed in range(each):
+            for stages, microbatches in SIZES:
+                body = {"problem": problem(10**7 + seed, stages, microbatches).to_dict(), "time_limit_s": 0.1}
+                began = time.perf_counter()
+                job = await expect(requests, 201, "POST", "/v1/jobs", body)
+                while job["best"] is None:  # not within the service's limit, on a busy machine
+                    if time.perf_counter() - began > LONGEST_S:
+                        raise OptPipeError(f"{job['url']}: no schedule after {LONGEST_S:g} s")
+                    await asyncio.sleep(LOOK_S)
+                    job = await expect(requests, 200, "GET", job["url"])
+                figures.append((3 * stages * microbatches, time.perf_counter() - began))
+                await requests.request("POST", f"{job['url']}/cancel")  # so that the service is idle again
     return figures
 
 
 async def burst(deployment: Deployment, each: int) -> float:
-    """Return how many submissions a second are answered to `BURST_CLIENTS` that send one after the other. Raises
-    `OptPipeError` for a reply without a schedule."""
-    requests, numbers = HttpPool(deployment.address, deployment.keys[0]), iter(range(BURST * each))
+    """Return how many submissions a second are answered with a schedule to `BURST_CLIENTS` that send one after the
+    other. Raises `OptPipeError` for another status than 201."""
+    numbers, answered = iter(range(BURST * each)), 0
 
-    async def client() -> None:
+    async def client(requests: HttpPool) -> None:
+        nonlocal answered
         for number in numbers:
             body = {"problem": problem(4 * 10**7 + number).to_dict(), "time_limit_s": 0.1}
             key = deployment.keys[number % len(deployment.keys)]
             reply = await requests.request("POST", "/v1/jobs", body, key)
-            if reply.status != 201 or reply.json()["best"] is None:
-                raise OptPipeError(f"POST /v1/jobs: {reply.status}, or without a schedule")
+            if reply.status != 201:
+                raise OptPipeError(f"POST /v1/jobs: {reply.status}")
+            answered += reply.json()["best"] is not None
 
     began = time.monotonic()
-    await asyncio.gather(*(client() for _ in range(BURST_CLIENTS)))
-    requests.close()
-    return BURST * each / (time.monotonic() - began)
+    with closing(HttpPool(deployment.address, deployment.keys[0])) as requests:
+        await asyncio.gather(*(client(requests) for _ in range(BURST_CLIENTS)))
+    return answered / (time.monotonic() - began)
 
 
 async def submissions(deployment: Deployment, rate: float, seconds: float) -> LoadFigures:
