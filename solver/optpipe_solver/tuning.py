@@ -1,10 +1,10 @@
 """The one place to tune the search: which engines run, in what order and for how long, and what everything may take.
 
-Heuristics run first, in the solver's own process. Engines follow in the order of `AUTO`, in processes that one has
-after the other. `side_by_side` says how many run at a time; heuristics count as one of them. Whenever one ends, the
-next run of `AUTO` starts, from the best schedule so far. A run lasts its share of the engines' time; what it does not
-use is left to those after it. Runs that repeat fill what is left, each time with another seed. Where all shares are
-more than the time, each is as much less. With one thread one runs at a time.
+Heuristics run first, in the solver's own process. Engines follow in the order of `AUTO`; each takes over the process
+of one that has ended. `side_by_side` says how many run at a time; heuristics count as one of them. Whenever one ends,
+the next run of `AUTO` starts, from the best schedule so far. A run lasts its share of the engines' time; what it does
+not use is left to those after it. Runs that repeat fill what is left, each time with another seed. Where all shares
+are more than the time, each is as much less. With one thread one runs at a time.
 """
 
 from __future__ import annotations

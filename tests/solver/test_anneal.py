@@ -88,9 +88,9 @@ def relieved_in_two_ways(number: int) -> Schedule:
 @example(number=15, seed=1)
 @example(number=46, seed=1)
 def test_what_is_kept_again_moves_what_leaves(number: int, seed: int) -> None:
-    start = relieved_in_two_ways(number)
     """More is held from its forward on, so drops come forward, and reloads later, before what was recomputed: the order
     at hand is timed from there on."""
+    start = relieved_in_two_ways(number)
     annealing = Annealing(start, "makespan", seed)
     for _ in range(250):
         annealing.go_on(50.0, 5 * annealing.ops)
