@@ -26,7 +26,7 @@ from optpipe.schedule import Schedule, check
 from optpipe_solver import systems, tuning
 from optpipe_solver.bounds.least_memory import Relief, host_shares, reliefs
 from optpipe_solver.clock import UNLIMITED, Clock
-from optpipe_solver.schedule_facts import needs_fused
+from optpipe_solver.schedule_facts import pays_whole
 
 __all__ = ["STREAMS", "generate", "join_pairs", "one_at_a_time"]
 
@@ -78,7 +78,7 @@ def ada_offload(problem: Problem, objective: Objective, clock: Clock = UNLIMITED
 def _steps(problem: Problem, objective: Objective) -> Iterator[tuple[Simulator, SearchProgress]]:
     """Search in rules; where ops may run in pairs, or BW needs less memory, also with fused backwards, in turn."""
     problems = [problem]
-    if problem.overlap_factor is not None or needs_fused(problem).any():  # B does what B and W do: more to pair with
+    if pays_whole(problem):
         problems.append(with_whole_backwards(problem))
     simulators = [Simulator(each, is_compiled=False) for each in problems]
     searches = [zip(repeat(each), descents(each, objective, seed=0), strict=False) for each in simulators]

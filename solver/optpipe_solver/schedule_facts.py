@@ -51,6 +51,11 @@ def needs_fused(problem: Problem) -> Flags:
     )
 
 
+def pays_whole(problem: Problem) -> bool:
+    """Whether fused backwards may be better than B and W: there is more to pair with, or less memory is needed."""
+    return problem.overlap_factor is not None or bool(needs_fused(problem).any())
+
+
 def deliveries(schedule: Schedule, objective: Objective) -> Floats:
     """(D,) how long each device's work counts after its end, in ms, so that the end of everything is what the objective
     makes long; zeros for the makespan.

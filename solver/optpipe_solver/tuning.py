@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from optpipe.model.problem import Problem
 from optpipe_solver import methods
+from optpipe_solver.schedule_facts import pays_whole
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,12 @@ MILP_OPS = 60  # compute ops up to which the whole MILP is solved in `auto`
 # The portfolio's time
 PARALLEL = 2  # searches that run side by side
 THREADS_PER_SEARCH = 4  # further threads for each further search beside them
-HEURISTICS_SHARE, HEURISTICS_S = 0.02, 0.4  # of the time if engines follow, and the seconds that it is at least
-HEURISTICS_WITH_PAIRS = 0.1, 2.0  # likewise where ops may run in pairs, which no engine knows
+HEURISTICS_SHARE, HEURISTICS_S = 0.1, 2.0  # of the time if engines follow, and at least, for what no engine knows
 STILL_GAINING = 1.5  # heuristics that gained after t seconds go on until this times t
 COUNTED_SHARE = 0.9  # of the engines' time is planned with one thread, so that counted work fits on a busy machine
 COUNTED_TIMEOUT = 2.0  # with one thread the clock ends an engine after this times the seconds of its count
 STOP_S = 0.3  # kept for stopping the engines and writing the last frames
-ENGINE_END_S = 0.5  # kept of what an engine is allotted for its end; with no more left none is started
+ENGINE_END_S = 0.3  # kept of what an engine is allotted for its end; with no more left none is started
 ENGINE_LEAST_S = 1.0  # an engine is allotted that much at least, if it is left
 NO_LIMIT_S = 86_400.0  # the time limit of an engine that the portfolio stops
 REMEDY_S = 1.0  # for a schedule of each change with which an infeasible problem would fit
@@ -122,9 +122,9 @@ def side_by_side(threads: int) -> int:
 
 
 def heuristics_share(problem: Problem, seconds: float) -> float:
-    """The share of the time that heuristics have if engines follow: half of it at most."""
-    share, least_s = HEURISTICS_WITH_PAIRS if problem.overlap_factor is not None else (HEURISTICS_SHARE, HEURISTICS_S)
-    return max(share, min(0.5, least_s / seconds))
+    """The share of the time that heuristics have if engines follow: none, so that they give one schedule, where
+    `dispatch` finds all that they do; else half of it at most."""
+    return max(HEURISTICS_SHARE, min(0.5, HEURISTICS_S / seconds)) if pays_whole(problem) else 0.0
 
 
 def engine_runs(method: str, problem: Problem, supports: Callable[[str], bool]) -> list[EngineRun]:

@@ -136,8 +136,9 @@ def test_where_the_clock_counts_open_ended_engines_make_no_end(threads: int, sta
     runs = searching([], threads=threads)
     for run in (*TABLE, EngineRun("relax")):
         runs.start(run, 10.0, 1)
-    open_ended_s = 9.5 if threads == 1 else tuning.NO_LIMIT_S
-    assert [engine.time_limit_s for engine in started] == [9.5, *[open_ended_s] * 3]
+    planned_s = 10.0 - tuning.ENGINE_END_S
+    open_ended_s = planned_s if threads == 1 else tuning.NO_LIMIT_S
+    assert [engine.time_limit_s for engine in started] == [planned_s, *[open_ended_s] * 3]
     assert all(engine.deadline > time.monotonic() + engine.allotted_s / 2 for engine in started)
 
 
@@ -359,12 +360,10 @@ def test_the_table_itself_fits_the_time():
 
 
 @pytest.mark.parametrize("factor", [None, 0.8])
-def test_heuristics_have_more_time_where_ops_may_run_in_pairs(factor: float | None) -> None:
-    """No engine knows these."""
+def test_heuristics_have_time_beyond_one_schedule_only_for_what_no_engine_knows(factor: float | None) -> None:
     problem = PROBLEM.replace(overlap_factor=factor)
-    share, least_s = (tuning.HEURISTICS_SHARE, tuning.HEURISTICS_S) if factor is None else tuning.HEURISTICS_WITH_PAIRS
-    shares = [tuning.heuristics_share(problem, seconds) for seconds in (60.0, 4.0, 0.5)]
-    assert shares == [share, least_s / 4, 0.5]
+    shares = [tuning.heuristics_share(problem, seconds) for seconds in (60.0, 5.0, 0.5)]
+    assert shares == ([0.0, 0.0, 0.0] if factor is None else [tuning.HEURISTICS_SHARE, tuning.HEURISTICS_S / 5, 0.5])
 
 
 def test_what_needs_more_time_than_its_share_is_left_out() -> None:

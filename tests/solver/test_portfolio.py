@@ -88,7 +88,7 @@ def test_engines_start_from_the_best_and_share_threads_and_time(engines):
     assert all(text.startswith("start True, threads 2, ") and 1500 < float(text.split()[-1]) < 2000 for text in beside)
     one_by_one = notes(run(pipeline(), threads=1, time_limit_s=20.0))
     assert one_by_one[0].startswith("start True, threads 1, ")
-    assert [float(text.split()[-1]) for text in one_by_one] == pytest.approx([PLANNED_S / 2 - 0.5] * 2)
+    assert [float(text.split()[-1]) for text in one_by_one] == pytest.approx([PLANNED_S / 2 - tuning.ENGINE_END_S] * 2)
 
 
 def test_one_thread_and_one_seed_find_the_same_however_busy_the_machine(engines, monkeypatch):
@@ -133,7 +133,8 @@ def test_runs_repeat_with_another_seed_but_not_after_a_failure(engines, monkeypa
 def test_what_an_engine_does_not_use_is_left_to_the_next(engines):
     engines("spends 1.0", "tells")
     after = notes(run(pipeline(), threads=1, time_limit_s=20.0))
-    assert float(after[0].split()[-1]) == pytest.approx(PLANNED_S - 1.5 - 0.5)  # of all that is planned for engines
+    left_s = PLANNED_S - (1.0 + tuning.ENGINE_END_S)  # of all that is planned for engines
+    assert float(after[0].split()[-1]) == pytest.approx(left_s - tuning.ENGINE_END_S)
 
 
 def test_what_an_engine_started_ends_with_it(engines):
