@@ -1,6 +1,6 @@
 """Large-neighbourhood search: where its windows lie, and what it makes of a schedule."""
 
-import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from optpipe_solver.cpsat.grid import Grid, is_expressible, place_on_grid, split
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.lns.improve import FEWEST_OPS, QUICK_S, Breadth, WindowChoice, improvements
+from optpipe_solver.lns.improve import FEWEST_OPS, FIRST_OPS, QUICK_S, Breadth, WindowChoice, choice_for, improvements
 from optpipe_solver.schedule_facts import deliveries, tails
 from optpipe_solver.systems import generate
 
@@ -49,7 +49,7 @@ def test_windows_of_any_schedule_make_it_shorter_and_shorter() -> None:
 
 def test_a_window_of_a_part_ends_no_search() -> None:
     problem = offloading(4, 12)
-    each = improvements(Grid.for_problem(problem), naive(problem), Clock(60.0), threads=1, seed=0)
+    each = improvements(WindowChoice(Grid.for_problem(problem)), naive(problem), Clock(60.0), threads=1, seed=0)
     assert next(each).makespan_ms > next(each).makespan_ms
 
 
@@ -88,15 +88,28 @@ def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:
 
 def test_one_thread_finds_the_same_again() -> None:
     problem = offloading(4, 6)
-    runs = [found(problem, 0.6, warm_start=Programs.from_schedule(naive(problem)), seed=seed) for seed in (1, 1, 2)]
+    start, runs = Programs.from_schedule(naive(problem)), []
+    for seed in (1, 1, 2):
+        choice_for.cache_clear()
+        runs.append(found(problem, 0.6, warm_start=start, seed=seed))
     first, again, other = ([Programs.from_schedule(schedule) for schedule in run] for run in runs)
     assert first == again != other
+
+
+def test_a_run_goes_on_with_what_the_one_before_has_learnt() -> None:
+    problem = offloading(4, 6)
+    choice_for.cache_clear()
+    found(problem, 0.6, warm_start=Programs.from_schedule(naive(problem)))
+    learnt = [replace(breadth) for breadth in choice_for(problem).breadths]
+    assert any(breadth.ops != FIRST_OPS for breadth in learnt)
+    found(problem, 0.01, warm_start=Programs.from_schedule(naive(problem)))  # one window
+    assert sum(a != b for a, b in zip(learnt, choice_for(problem).breadths, strict=True)) == 1
 
 
 def test_a_window_is_around_a_time_at_which_a_free_device_is_idle() -> None:
     grid = Grid.for_problem(offloading(8, 6))
     schedule = naive(grid.problem)
-    known, choice = place_on_grid(grid, schedule), WindowChoice(grid, random.Random(0))
+    known, choice = place_on_grid(grid, schedule), WindowChoice(grid)
     seen = set()
     for _ in range(50):
         breadth, window = choice.window(known)

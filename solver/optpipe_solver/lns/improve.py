@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from optpipe.evaluate.objective import Objective
 from optpipe.lift import lift, prune
 from optpipe.model.ops import COMPUTE
+from optpipe.model.problem import Problem
 from optpipe.process.protocol import Request
 from optpipe.schedule import Schedule
 from optpipe_solver.clock import Clock
@@ -52,8 +54,8 @@ class Breadth:
 class WindowChoice:
     """An adaptive choice of windows: breadths by what they gained, moments by where time is lost."""
 
-    def __init__(self, grid: Grid, random_: random.Random) -> None:
-        self.grid, self.problem, self.random = grid, grid.problem, random_
+    def __init__(self, grid: Grid) -> None:
+        self.grid, self.problem, self.random = grid, grid.problem, random.Random(0)
         self.quick_s, self.vain = QUICK_S, 0
         devices = len(self.problem.devices)
         ops = 3 * len(self.problem.stages) * self.problem.microbatches
@@ -109,19 +111,24 @@ def improve(request: Request, emit: Emit) -> float | None:
     """Run the engine. Returns the seconds used by its own count of work."""
     incumbents, clock = Incumbents.of_engine(request, emit, is_expressible), Clock.for_request(request)
     if start := ensure_start(incumbents):
-        for schedule in improvements(
-            *(Grid.for_problem(request.problem), start, clock, request.threads, request.seed, request.objective)
-        ):
+        choice = choice_for(request.problem)
+        for schedule in improvements(choice, start, clock, request.threads, request.seed, request.objective):
             incumbents.offer(schedule)
     return clock.spent_s
 
 
+@lru_cache(maxsize=1)
+def choice_for(problem: Problem) -> WindowChoice:
+    """With what earlier runs in this process have learnt from their windows of the problem."""
+    return WindowChoice(Grid.for_problem(problem))
+
+
 def improvements(
-    grid: Grid, schedule: Schedule, clock: Clock, threads: int, seed: int, objective: Objective = "makespan"
+    choice: WindowChoice, schedule: Schedule, clock: Clock, threads: int, seed: int, objective: Objective = "makespan"
 ) -> Iterator[Schedule]:
     """Yield shorter and shorter schedules, until time is up or a window of everything is solved."""
-    random_ = random.Random(seed)
-    choice = WindowChoice(grid, random_)
+    grid, random_ = choice.grid, choice.random
+    random_.seed(seed)
     incumbent = place_on_grid(grid, schedule, objective)
     while not clock.over:
         breadth, window = choice.window(incumbent)
