@@ -33,9 +33,9 @@ WINDOWS = 20_000  # forwards up to which CP-SAT on windows pays; at 32,768 none 
 AUTO = (
     EngineRun("dispatch", 0.06),  # rules of a list scheduler; the sooner, the better what the others start from
     EngineRun(methods.RELAX, 0.08),  # bounds by one device alone; mostly over soon, whatever it starts from
-    EngineRun("anneal", 0.24),  # exchanges of ops, of many micro-batches at once
+    EngineRun("anneal", 0.10),  # exchanges of ops, of many micro-batches at once
     EngineRun("cpsat", 0.09, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun("lns", 0.15, WINDOWS),  # windows; a run goes on with what the one before has learnt
+    EngineRun("lns", 0.29, WINDOWS),  # windows; a run goes on with what the one before has learnt
     EngineRun("cpsat", 0.06, least_s=2.0),  # the whole problem if it is not too large, in another neighbourhood
     EngineRun(methods.MILP, 0.02, max_forwards=256, least_s=0.5),  # windows, a second each; what is small whole
     EngineRun("anneal", 0.12, repeat=True),  # from the best schedule of all
