@@ -33,6 +33,7 @@ from support.ranks.torch_pipelining import (
     most_buffers,
     profiled_for_torch,
     refusal,
+    refused_behind_frozen,
     run_all,
     run_documents,
     run_offloaded,
@@ -508,6 +509,18 @@ def test_stages_whose_gradients_would_be_wrong_are_refused(wrapper: str, sentenc
     schedule = generate("zb-h1", rank_cases.problem([0, 1], 4))
     said = ranks(refusal, schedule=schedule, placement=(0, 1), wrapper=wrapper)
     assert all(each.startswith(f"stage {rank} {sentence}") for rank, each in enumerate(said))
+
+
+@IN_A_V
+def test_split_backwards_behind_frozen_stages_are_refused(ranks: Ranks) -> None:
+    """Torch would leave the weights of the second stage without gradients, in silence."""
+    problem = rank_cases.problem([0, 0], 2)
+    split = Schedule.parse(problem, [["0F0", "1F0", "1B0", "0BW0", "1W0", "0F1", "1F1", "1BW1", "0BW1"]])
+    said = ranks(refused_behind_frozen, schedule=split)
+    assert all(
+        each.startswith("stage 1: torch's split backwards give ") and "as behind frozen stages" in each for each in said
+    )
+    assert ranks(refused_behind_frozen, schedule=whole_backwards(split)) == ["", ""]
 
 
 def test_a_profile_for_torch_certifies_what_torch_holds(ranks: Ranks) -> None:

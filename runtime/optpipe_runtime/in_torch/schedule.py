@@ -42,6 +42,8 @@ from optpipe_runtime.torch_private.pipelining import (
     left_for_weight,
     replaced,
     stages_of_schedule,
+    weights_behind,
+    weights_split,
 )
 from optpipe_runtime.torch_private.tensors import is_compiled, tree_leaves
 
@@ -72,7 +74,8 @@ def torch_schedule(
     """A schedule of torch.distributed.pipelining that runs this one, with its offloads, drops and reloads.
 
     Raises `InputError` if the stages are not those of this rank, have parts in FSDP, or, where the schedule splits
-    backwards, are in DDP or compiled, or the schedule has other ops; and `ScheduleError` if it cannot run or does not
+    backwards, are in DDP or compiled, or the schedule has other ops; in the first step if torch's split backwards would
+    leave a weight without its gradient; and `ScheduleError` if it cannot run or does not
     fit the memory, with what torch holds (`as_torch_holds`).
 
     Parameters
@@ -129,6 +132,7 @@ class TorchSchedule(ScheduleRuntime):
         self._pool = HostPool(self._device, host_memory_bytes)
         self._kept: dict[StageMicrobatch, Activation] = {}
         self._shared: dict[int, frozenset[int]] = {stage.stage_index: frozenset() for stage in stages}
+        self._splittable: set[int] = set()  # stages of which W has had all weights
         self._targets: frozenset[int] = frozenset()  # of this step; one storage for all micro-batches
         self.peak_bytes = self.host_peak_bytes = 0
         self.activation_bytes: dict[int, int] = {}
@@ -229,8 +233,14 @@ class TorchSchedule(ScheduleRuntime):
         activation = self._kept[stage.stage_index, microbatch]
         activation.restore()
         activation.release()
+        splits = not more.get("full_backward", True)
+        unproven = splits and not stage.is_first and stage.stage_index not in self._splittable
+        behind = weights_behind(stage, microbatch, more.get("loss")) if unproven else set()
         result = backward(microbatch, **more)
-        if not more.get("full_backward", True):
+        if unproven:
+            _require_gradients(stage, behind - weights_split(stage, microbatch))
+            self._splittable.add(stage.stage_index)
+        if splits:
             held = activation.held() | self._gradients(stage, microbatch)
             self.saved_for_weight_bytes[stage.stage_index] = sum(held.values())
             self._count()
@@ -306,3 +316,12 @@ def _require_splittable(stages: Sequence[PipelineStage]) -> None:
                     f"stage {stage.stage_index} {what}, with which torch's split backwards do not work: give "
                     "torch_schedule optpipe.whole_backwards(schedule)"
                 )
+
+
+def _require_gradients(stage: PipelineStage, lost: set[int]) -> None:
+    """Raises `InputError` if any of the weights, by `id`, is the stage's: torch's I and W would leave it as it is."""
+    if names := [name for name, weight in stage.submod.named_parameters() if id(weight) in lost]:
+        raise InputError(
+            f"stage {stage.stage_index}: torch's split backwards give {names[0]} no gradient, since it meets no input "
+            "that needs one, as behind frozen stages: give torch_schedule optpipe.whole_backwards(schedule)"
+        )

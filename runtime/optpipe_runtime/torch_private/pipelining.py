@@ -52,6 +52,23 @@ def left_for_weight(stage: Any) -> dict[int, Groups]:
     return {j: groups or () for j, (_, groups, *_) in stage.backward_state.items()}
 
 
+def weights_behind(stage: Any, microbatch: int, loss: Tensor | None) -> set[int]:
+    """By `id`, the leaves that the outputs of a forward depend on, or its loss if it is the last stage's."""
+    outputs = tree_leaves(loss if stage.is_last else stage.fwd_cache[microbatch][0])
+    nodes = [leaf.grad_fn for leaf in outputs if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        new = {node for node, _ in nodes.pop().next_functions if node is not None} - seen
+        seen |= new
+        nodes += new
+    return {id(node.variable) for node in seen if hasattr(node, "variable")}
+
+
+def weights_split(stage: Any, microbatch: int) -> set[int]:
+    """By `id`, the weights for whose gradients I has left something for W."""
+    return {id(node.variable) for group in left_for_weight(stage)[microbatch] for node in group["params"]}
+
+
 def backward_input(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Any], parameters: Sequence[Parameter]
 ) -> Groups:

@@ -328,6 +328,19 @@ def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0, wrapper
     return ""
 
 
+def refused_behind_frozen(schedule: Schedule) -> str:
+    """What is said, in the first step, to a pipeline of this rank alone whose first stage is frozen."""
+    count = len(schedule.problem.stages)
+    modules = dict(enumerate(model(count)))
+    modules[0].requires_grad_(False)
+    runtime = torch_schedule(schedule, stages_of(modules, count, alone().get_group()), loss_fn)
+    try:
+        take_step(runtime.step, modules, count, batch(0, schedule.problem.microbatches))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 class Alive(TorchDispatchMode):
     """Counts the bytes of all storages that were made in it and still live, after every operation; without the pages of
     the host pool, which are larger than any tensor here."""
