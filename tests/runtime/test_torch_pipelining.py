@@ -33,7 +33,7 @@ from support.ranks.torch_pipelining import (
     most_buffers,
     profiled_for_torch,
     refusal,
-    refused_behind_frozen,
+    refusal_of_one,
     run_all,
     run_documents,
     run_offloaded,
@@ -511,16 +511,25 @@ def test_stages_whose_gradients_would_be_wrong_are_refused(wrapper: str, sentenc
     assert all(each.startswith(f"stage {rank} {sentence}") for rank, each in enumerate(said))
 
 
+SPLIT = Schedule.parse(
+    rank_cases.problem([0, 0], 2), [["0F0", "1F0", "1B0", "0BW0", "1W0", "0F1", "1F1", "1BW1", "0BW1"]]
+)
+
+
 @IN_A_V
 def test_split_backwards_behind_frozen_stages_are_refused(ranks: Ranks) -> None:
     """Torch would leave the weights of the second stage without gradients, in silence."""
-    problem = rank_cases.problem([0, 0], 2)
-    split = Schedule.parse(problem, [["0F0", "1F0", "1B0", "0BW0", "1W0", "0F1", "1F1", "1BW1", "0BW1"]])
-    said = ranks(refused_behind_frozen, schedule=split)
-    assert all(
-        each.startswith("stage 1: torch's split backwards give ") and "as behind frozen stages" in each for each in said
-    )
-    assert ranks(refused_behind_frozen, schedule=whole_backwards(split)) == ["", ""]
+    for said in ranks(refusal_of_one, schedule=SPLIT, changed="frozen"):
+        assert said.startswith("stage 1: torch's split backwards give ")
+        assert "as behind frozen stages" in said
+    assert ranks(refusal_of_one, schedule=whole_backwards(SPLIT), changed="frozen") == ["", ""]
+
+
+@IN_A_V
+def test_weights_that_stages_of_a_rank_share_are_refused_where_torch_divides_gradients(ranks: Ranks) -> None:
+    for said in ranks(refusal_of_one, schedule=SPLIT, changed="tied"):
+        assert re.match(r"stages 0 and 1 share \S+, whose gradient torch divides once for each: give scale_grads", said)
+    assert ranks(refusal_of_one, schedule=SPLIT, changed="tied", scale_grads=False) == ["", ""]
 
 
 def test_a_profile_for_torch_certifies_what_torch_holds(ranks: Ranks) -> None:

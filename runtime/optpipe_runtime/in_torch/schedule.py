@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,10 +74,10 @@ def torch_schedule(
 ) -> TorchSchedule:
     """A schedule of torch.distributed.pipelining that runs this one, with its offloads, drops and reloads.
 
-    Raises `InputError` if the stages are not those of this rank, have parts in FSDP, or, where the schedule splits
-    backwards, are in DDP or compiled, or the schedule has other ops; in the first step if torch's split backwards would
-    leave a weight without its gradient; and `ScheduleError` if it cannot run or does not
-    fit the memory, with what torch holds (`as_torch_holds`).
+    Raises `InputError` if the stages are not those of this rank, have parts in FSDP, share weights whose gradients
+    torch would divide twice, or, where the schedule splits backwards, are in DDP or compiled, or the schedule has other
+    ops; in the first step, if torch's split backwards would leave a weight without its gradient. Raises `ScheduleError`
+    if it cannot run or does not fit the memory, with what torch holds (`as_torch_holds`).
 
     Parameters
     ----------
@@ -127,6 +128,8 @@ class TorchSchedule(ScheduleRuntime):
         super().__init__(  # type: ignore[no-untyped-call]
             [*stages], n_microbatches=problem.microbatches, loss_fn=loss_fn, **options
         )
+        if self.scale_grads:
+            _require_own_weights(stages)
         self._device = stages[0].device
         self._link = Link(self._device, problem.transfer_mode == "full_duplex")
         self._pool = HostPool(self._device, host_memory_bytes)
@@ -315,6 +318,18 @@ def _require_splittable(stages: Sequence[PipelineStage]) -> None:
                 raise InputError(
                     f"stage {stage.stage_index} {what}, with which torch's split backwards do not work: give "
                     "torch_schedule optpipe.whole_backwards(schedule)"
+                )
+
+
+def _require_own_weights(stages: Sequence[PipelineStage]) -> None:
+    """Raises `InputError` where stages share a weight: torch would divide its gradient once for each."""
+    for a, b in combinations(stages, 2):
+        others = set(map(id, b.submod.parameters()))
+        for name, weight in a.submod.named_parameters():
+            if id(weight) in others:
+                raise InputError(
+                    f"stages {a.stage_index} and {b.stage_index} share {name}, whose gradient torch divides once for "
+                    "each: give scale_grads=False, and divide all gradients by the number of micro-batches"
                 )
 
 

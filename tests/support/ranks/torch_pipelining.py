@@ -328,13 +328,17 @@ def refusal(schedule: Schedule, placement: Sequence[int], rows: int = 0, wrapper
     return ""
 
 
-def refused_behind_frozen(schedule: Schedule) -> str:
-    """What is said, in the first step, to a pipeline of this rank alone whose first stage is frozen."""
+def refusal_of_one(schedule: Schedule, changed: str, **options: Any) -> str:
+    """What is said, until the first step has ended, to a pipeline of this rank alone whose first stage is `frozen`, or
+    whose head and embedding are `tied`."""
     count = len(schedule.problem.stages)
     modules = dict(enumerate(model(count)))
-    modules[0].requires_grad_(False)
-    runtime = torch_schedule(schedule, stages_of(modules, count, alone().get_group()), loss_fn)
+    if changed == "frozen":
+        modules[0].requires_grad_(False)
+    else:
+        modules[count - 1][-1].weight = modules[0][0].weight
     try:
+        runtime = torch_schedule(schedule, stages_of(modules, count, alone().get_group()), loss_fn, **options)
         take_step(runtime.step, modules, count, batch(0, schedule.problem.microbatches))
     except InputError as error:
         return str(error)
