@@ -2,7 +2,7 @@
 # OR-Tools 9.15.6755, CP-SAT: a complete and feasible hint is no incumbent. If the limit ends the solve before the search has
 # begun, the status is UNKNOWN, and no callback has seen a solution; with more time the first solution is the hint itself.
 #
-# Expected: FEASIBLE with the hint, as a MIP start of other solvers gives. Seen: who passes a warm start must keep it himself.
+# Expected: FEASIBLE with the hint, as a MIP start gives in HiGHS. Seen: who passes a warm start must keep it himself.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
