@@ -19,6 +19,7 @@ from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.levels import FULL, LEVELS
 from optpipe_runtime.stage.runner import StageRunner, learn
 from optpipe_runtime.stage.split import weight_grads
+from support.ranks.device import device
 
 WIDTH, BATCH = 64, 3
 
@@ -196,8 +197,9 @@ def many(words: nn.Module, conv: nn.Module, norm: nn.Module, mix: nn.Module, gat
 @cache
 def _exported() -> nn.Module:
     layers = nn.Embedding(8, WIDTH), nn.Conv1d(8, 8, 3, padding=1), nn.LayerNorm(WIDTH), linear()
-    module = Of(many, *layers, gated(nn.RMSNorm(WIDTH)))
-    return torch.export.export(module, (torch.zeros(BATCH, 8, WIDTH),)).module()
+    module = Of(many, *layers, gated(nn.RMSNorm(WIDTH))).to(device())
+    # an export keeps the device on which it makes tensors
+    return torch.export.export(module, (torch.zeros(BATCH, 8, WIDTH, device=device()),)).module()
 
 
 def exported() -> nn.Module:
