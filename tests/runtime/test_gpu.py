@@ -21,13 +21,15 @@ from support.ranks.swaps import failing, heard
 from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import mse_loss
+from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 from benchmarks.training.overhead import overhead
 from optpipe.measured.convert import problem_from
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from optpipe_runtime.measure import kernels
+from optpipe_runtime.memory.engines import Clock
 
 
 def _autocast() -> AbstractContextManager[Any]:
@@ -274,6 +276,17 @@ def test_what_a_trace_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> N
             f"\non {KIND}: {found.op_us:.0f} µs an op beyond a plain run; a traced step takes "
             f"{found.traced_ratio:.3f} times the host's time, with a Follower {found.followed_ratio:.3f}"
         )
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="a CPU computes what it launches")
+def test_a_kernel_is_timed_without_its_launch() -> None:
+    clock, few = Clock(device()), torch.ones((1, 1, 16, 64), device=device(), dtype=torch.bfloat16)
+
+    def run() -> Tensor:
+        return scaled_dot_product_attention(few, few, few)
+
+    launched = kernels._ms(clock, run, 20, lambda: None)
+    assert kernels._ms(clock, run, 20, kernels._busy(device())) < 0.7 * launched
 
 
 # Two ranks

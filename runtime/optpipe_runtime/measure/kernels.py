@@ -26,6 +26,7 @@ SLOW = 1e-4  # where a matmul's fraction begins: bytes decide of no kernel then,
 AT_LEAST = 0.05  # alone, kernels are up to so much faster or slower than in a training
 HEAD = 128  # width of an attention head
 SMALL = 64  # numbers of a tensor whose kernel takes less time than it takes to launch it
+BUSY = 8192, 4  # width and number of matmuls that keep a GPU busy for longer than it takes to launch what is timed
 
 
 class Sizes(NamedTuple):
@@ -65,6 +66,7 @@ def _observations(formulas: Formulas, device: torch.device, sizes: Sizes) -> Ite
     """Yield what was measured, with the cost model's formula for it."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     clock = Clock(device)
+    keep_busy = _busy(device)
 
     def on(gpu: Gpu) -> Formulas:
         return Formulas(gpu, formulas.parallelism, formulas.run)
@@ -73,12 +75,12 @@ def _observations(formulas: Formulas, device: torch.device, sizes: Sizes) -> Ite
         for depth in sizes.depths:
             a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((width, depth), (depth, width)))
             matmul = Matmul(width, width, depth)
-            ms = _ms(clock, lambda a=a, b=b: torch.matmul(a, b), sizes.repeats)  # type: ignore[misc]
+            ms = _ms(clock, lambda a=a, b=b: torch.matmul(a, b), sizes.repeats, keep_busy)  # type: ignore[misc]
             yield Observation(lambda gpu, matmul=matmul: on(gpu).matmul_ms(matmul), ms)  # type: ignore[misc]
     for nbytes in sizes.passes:
         x = torch.zeros(nbytes // dtype.itemsize, device=device, dtype=dtype)
         y = torch.empty_like(x)
-        ms = _ms(clock, lambda x=x, y=y: torch.neg(x, out=y), sizes.repeats)  # type: ignore[misc]
+        ms = _ms(clock, lambda x=x, y=y: torch.neg(x, out=y), sizes.repeats, keep_busy)  # type: ignore[misc]
         yield Observation(lambda gpu, size=2 * nbytes: on(gpu).pass_ms(size), ms)  # type: ignore[misc]
     for tokens in sizes.tokens:
         heads = 16
@@ -88,6 +90,7 @@ def _observations(formulas: Formulas, device: torch.device, sizes: Sizes) -> Ite
             clock,
             lambda q=q: scaled_dot_product_attention(q, q, q, is_causal=True),  # type: ignore[misc]
             sizes.repeats,
+            keep_busy,
         )
         yield Observation(lambda gpu, n=operations: on(gpu).flash_ms(n), ms)  # type: ignore[misc]
     small = torch.zeros(SMALL, device=device, dtype=dtype)
@@ -95,15 +98,29 @@ def _observations(formulas: Formulas, device: torch.device, sizes: Sizes) -> Ite
     yield Observation(lambda gpu: gpu.host_us / 1000, ms)
 
 
-def _ms(clock: Clock, run: Callable[[], object], repeats: int) -> float:
-    """The shortest time of a call, after two that do not count: in the others other programs ran, too."""
+def _busy(device: torch.device) -> Callable[[], object]:
+    """Work for a GPU; a CPU computes nothing later than it is asked to."""
+    if device.type != "cuda":
+        return lambda: None
+    width, count = BUSY
+    x = torch.zeros((width, width), device=device, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    return lambda: [torch.matmul(x, x, out=y) for _ in range(count)]
+
+
+def _ms(clock: Clock, run: Callable[[], object], repeats: int, keep_busy: Callable[[], object]) -> float:
+    """The shortest time of a call, after two that do not count: in the others other programs ran, too. All wait for
+    `keep_busy`, or a GPU would wait for the launch of each short one, as it does not in a training."""
+    for _ in range(2):
+        run()
+    keep_busy()
     marks = []
-    for _ in range(2 + repeats):
+    for _ in range(repeats):
         start = clock.mark()
         run()
         marks.append((start, clock.mark()))
     clock.settle()
-    return min(clock.ms(start, end) for start, end in marks[2:])
+    return min(clock.ms(start, end) for start, end in marks)
 
 
 def _launch_ms(clock: Clock, run: Callable[[], object], launches: int, repeats: int) -> float:
