@@ -30,6 +30,11 @@ class Solver(Protocol):
         """Say what was expected if this is not a solver of MILPs that can be asked for; None if it is."""
 
 
+def require_method(method: str) -> None:
+    """Raises InputError if it is neither a method nor a published schedule, or its parameters are wrong."""
+    import_module(installed().SYSTEMS).is_system(method)
+
+
 @cache
 def installed() -> Solver:
     """The solver of the first entry point. Raises SolverError if there is none."""

@@ -50,6 +50,7 @@ def _compiled() -> None:
 def scripted_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches ask a scripted solver."""
     monkeypatch.setattr(solvers.installed(), "SEARCH", "support.fakes.scripted_solver")
+    monkeypatch.setattr(solvers.installed(), "SYSTEMS", "support.fakes.first")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 

@@ -163,7 +163,7 @@ def _ask(url: str | None, method: str, path: str, content: Mapping[str, Any] | N
 
 def _connected(url: str | None, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
     """What the work returns. Raises InputError for no address, OptPipeError if the service fails or refuses."""
-    need("runtime", "httpx", "httpx_sse", "tenacity")
+    need("client")
     from optpipe_runtime.service.requests import ServiceError, api_key, http_client, service_url
 
     address, key = service_url(url), api_key(None)

@@ -82,8 +82,10 @@ Output = Annotated[NewFile, Parameter(name=("--output", "-o"), help="The file to
 FolderOutput = Annotated[NewFolder, Parameter(name=("--output", "-o"), help="The folder for files to write.")]
 
 
+CLIENT = ("httpx", "httpx_sse", "tenacity")
 NEEDS = {
-    "runtime": ("torch", "httpx", "httpx_sse", "tenacity"),
+    "client": CLIENT,
+    "runtime": ("torch", *CLIENT),
     "server": ("fastapi", "prometheus_client", "sqlalchemy", "structlog", "uvicorn"),
 }
 WITHOUT_CUDA = " (with CUDA, 5 GB; without: first torch from an index of torch for CPUs, as docs/start.md says)"

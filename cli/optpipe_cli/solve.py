@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from optpipe import solvers
 from optpipe.anytime import Search, search
 from optpipe.comparison import is_search
 from optpipe.errors import OptPipeError
@@ -48,12 +49,13 @@ def solve(
     """`optpipe solve`."""
     posed = restricted(Problem.load(problem), options)
     start = Schedule.load(warm_start) if warm_start else None
-    if not (json or sys.stderr.isatty()):  # a terminal shows more
-        echo(f"searching, for {options.time_limit_s:g} s at most", err=True)
     if url:
         running: Search | ServiceSearch = ServiceSearch(url, posed, options, start)
     else:
+        solvers.require_method(options.method)  # here, not when its process has started
         running = search(posed, options, start, None if no_cache else usable_cache())
+    if not (json or sys.stderr.isatty()):  # a terminal shows more
+        echo(f"searching, for {options.time_limit_s:g} s at most", err=True)
     began, on_terminal = time.monotonic(), not json and sys.stderr.isatty()
     with (
         ctrl_c_calls(running.cancel),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import TypeVar
 
 import anyio
@@ -81,7 +80,7 @@ class FirstSchedules:
         `TaskError` if a client's schedule would be left out because the turn of its large problem does not come in
         time.
         """
-        import_module(solvers.installed().SYSTEMS).is_system(options.method)  # whether or not the pool answers in time
+        solvers.require_method(options.method)  # whether or not the pool answers in time
         parts, options = accepted.count_parts(problem), options.for_problem(problem)
         async with AsyncExitStack() as turns:
             if parts > accepted.LARGE:

@@ -244,6 +244,13 @@ def test_a_users_mistake_is_one_sentence(scripted, small, words):
     assert not Path("s.json").exists()
 
 
+@pytest.mark.parametrize("method", ["2f2b", "gis:groups=5"])
+def test_a_method_that_is_none_is_refused_before_the_search(run: Run, method: str) -> None:
+    code, out, err = run("solve", str(EXAMPLE), "--method", method)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: method = '{method}': ")
+
+
 NAME = "x\x1b[31m\x1b]0;t\x07\u202e\nvalid: it runs [red] [/red] :smile: \x9b\u2028"
 OBEYED = re.compile(r"[^\n\x20-\x7e\xa0-\u2027\u2030-\u2065\u2070-\ud7ff]")
 
