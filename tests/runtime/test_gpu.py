@@ -285,8 +285,8 @@ def test_a_kernel_is_timed_without_its_launch() -> None:
     def run() -> Tensor:
         return scaled_dot_product_attention(few, few, few)
 
-    launched = kernels._ms(clock, run, 20, lambda: None)
-    assert kernels._ms(clock, run, 20, kernels._busy(device())) < 0.7 * launched
+    launched = kernels._ms(clock, 20, lambda: None, run)
+    assert kernels._ms(clock, 20, kernels._busy(device()), run) < 0.7 * launched
 
 
 # Two ranks

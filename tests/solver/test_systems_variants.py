@@ -73,7 +73,7 @@ def test_no_system_that_fits_is_better_than_the_answer(path):
         assert all(best.makespan_ms <= schedule.makespan_ms * (1 + 1e-9) for schedule in fitting(one, "keep"))
 
 
-@pytest.mark.timeout(1_000)  # two searches of a minute, of two on a busy machine
+@pytest.mark.timeout(1_000)  # two searches of a minute each, which take longer on a busy machine
 @pytest.mark.parametrize(
     ("name", "factor"),
     [

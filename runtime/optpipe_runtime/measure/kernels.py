@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ SLOW = 1e-4  # where a matmul's fraction begins: bytes decide of no kernel then,
 AT_LEAST = 0.05  # alone, kernels are up to so much faster or slower than in a training
 HEAD = 128  # width of an attention head
 SMALL = 64  # numbers of a tensor whose kernel takes less time than it takes to launch it
-BUSY = 8192, 4  # width and number of matmuls that keep a GPU busy for longer than it takes to launch what is timed
+BUSY = 8192, 4  # width and number of matmuls that take longer than it takes to launch all that is timed behind them
 
 
 class Sizes(NamedTuple):
@@ -66,7 +67,7 @@ def _observations(formulas: Formulas, device: torch.device, sizes: Sizes) -> Ite
     """Yield what was measured, with the cost model's formula for it."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     clock = Clock(device)
-    keep_busy = _busy(device)
+    ms_of = partial(_ms, clock, sizes.repeats, _busy(device))
 
     def on(gpu: Gpu) -> Formulas:
         return Formulas(gpu, formulas.parallelism, formulas.run)
@@ -75,23 +76,18 @@ def _observations(formulas: Formulas, device: torch.device, sizes: Sizes) -> Ite
         for depth in sizes.depths:
             a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((width, depth), (depth, width)))
             matmul = Matmul(width, width, depth)
-            ms = _ms(clock, lambda a=a, b=b: torch.matmul(a, b), sizes.repeats, keep_busy)  # type: ignore[misc]
+            ms = ms_of(lambda a=a, b=b: torch.matmul(a, b))  # type: ignore[misc]
             yield Observation(lambda gpu, matmul=matmul: on(gpu).matmul_ms(matmul), ms)  # type: ignore[misc]
     for nbytes in sizes.passes:
         x = torch.zeros(nbytes // dtype.itemsize, device=device, dtype=dtype)
         y = torch.empty_like(x)
-        ms = _ms(clock, lambda x=x, y=y: torch.neg(x, out=y), sizes.repeats, keep_busy)  # type: ignore[misc]
+        ms = ms_of(lambda x=x, y=y: torch.neg(x, out=y))  # type: ignore[misc]
         yield Observation(lambda gpu, size=2 * nbytes: on(gpu).pass_ms(size), ms)  # type: ignore[misc]
     for tokens in sizes.tokens:
         heads = 16
         q = torch.randn((1, heads, tokens, HEAD), device=device, dtype=dtype)
         operations = 4 * heads * HEAD * tokens**2 / 2  # a causal kernel skips half
-        ms = _ms(
-            clock,
-            lambda q=q: scaled_dot_product_attention(q, q, q, is_causal=True),  # type: ignore[misc]
-            sizes.repeats,
-            keep_busy,
-        )
+        ms = ms_of(lambda q=q: scaled_dot_product_attention(q, q, q, is_causal=True))  # type: ignore[misc]
         yield Observation(lambda gpu, n=operations: on(gpu).flash_ms(n), ms)  # type: ignore[misc]
     small = torch.zeros(SMALL, device=device, dtype=dtype)
     ms = _launch_ms(clock, lambda: torch.neg(small, out=small), sizes.launches, sizes.repeats)
@@ -99,7 +95,7 @@ def _observations(formulas: Formulas, device: torch.device, sizes: Sizes) -> Ite
 
 
 def _busy(device: torch.device) -> Callable[[], object]:
-    """Work for a GPU; a CPU computes nothing later than it is asked to."""
+    """What keeps a GPU busy while the host launches what is timed; nothing for a CPU, which computes at once."""
     if device.type != "cuda":
         return lambda: None
     width, count = BUSY
@@ -108,9 +104,11 @@ def _busy(device: torch.device) -> Callable[[], object]:
     return lambda: [torch.matmul(x, x, out=y) for _ in range(count)]
 
 
-def _ms(clock: Clock, run: Callable[[], object], repeats: int, keep_busy: Callable[[], object]) -> float:
-    """The shortest time of a call, after two that do not count: in the others other programs ran, too. All wait for
-    `keep_busy`, or a GPU would wait for the launch of each short one, as it does not in a training."""
+def _ms(clock: Clock, repeats: int, keep_busy: Callable[[], object], run: Callable[[], object]) -> float:
+    """The shortest time of a call, after two that do not count: in longer ones other programs ran, too.
+
+    All are launched while the GPU computes `keep_busy`, and so follow each other as in a training. Otherwise a short
+    kernel would take as long as its launch."""
     for _ in range(2):
         run()
     keep_busy()
