@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 from support.commands import Run
+from support.deployment import with_what_they_need
 from support.fakes import service as fake
 from support.fakes.service import Answer, Asked
 from support.problems.chain import chain, gpipe
@@ -17,6 +19,7 @@ from support.service.following import set_waits
 
 from optpipe import OptPipeError, ScheduleFile, check
 from optpipe.options import SolveOptions
+from optpipe_cli import options
 from optpipe_cli.jobs import TRIES, ServiceSearch
 from optpipe_server.http.server import Server
 
@@ -148,3 +151,16 @@ def test_mistakes_end_in_one_sentence(run: Run, service: tuple[str, Server]) -> 
     ):
         code, out, err = run(*words)
         assert (code, out, err.splitlines()[-1]) == (2, "", f"error: {sentence}")
+
+
+def test_a_client_without_its_packages_is_told_their_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "find_spec", lambda name: None if name == "httpx" else name)
+    code, out, err = run("jobs", "list", "--url", "http://127.0.0.1:1")
+    assert (code, out, err) == (2, "", "error: httpx is not installed: pip install 'optpipe[client]'\n")
+
+
+@pytest.mark.parametrize("extra", options.NEEDS)
+def test_an_extra_brings_what_a_command_asks_for(extra: str) -> None:
+    brought = with_what_they_need(f"optpipe[{extra}]")
+    assert set(map(canonicalize_name, options.NEEDS[extra])) <= brought
+    assert ("torch" in brought) == ("torch" in options.NEEDS[extra])
