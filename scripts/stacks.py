@@ -24,7 +24,9 @@ class Stack(NamedTuple):
 
 
 def _torch(version: str) -> Stack:
-    return Stack((f"torch=={version}",), ("tests/runtime/test_torch_pipelining.py",))
+    return Stack(
+        (f"torch=={version}",), tuple(f"tests/runtime/test_torch_{part}.py" for part in ("pipelining", "refusals"))
+    )
 
 
 TESTS = "tests/runtime/test_stacks.py"

@@ -25,6 +25,8 @@ from support.ranks import systems as rank_systems
 from support.ranks.cases import batch, loss_fn, numbers, plain_step, plain_training
 from support.ranks.systems import Outcome
 from support.ranks.torch_pipelining import (
+    IN_A_V,
+    NEIGHBOURS_APART,
     Offloaded,
     Rows,
     buffers,
@@ -32,8 +34,6 @@ from support.ranks.torch_pipelining import (
     loads,
     most_buffers,
     profiled_for_torch,
-    refusal,
-    refusal_of_one,
     run_all,
     run_documents,
     run_offloaded,
@@ -71,16 +71,11 @@ from optpipe_runtime.lowering.prepare import one_at_a_time
 from optpipe_solver import heuristics
 from optpipe_solver.systems import generate
 
-# Torch 2.11 lets neighbouring stages on one rank meet by messages in the first step, which gloo does not send.
-NEIGHBOURS_APART = torch.__version__.startswith("2.11.")
-
-
 # Torch 2.15 wants waits among the messages.
 COMMS = "torch-comms-waits" if hasattr(schedules._ComputationType, "WAIT_SEND_F") else "torch-comms"
 FORMS = {"torch-csv": "compute_only", COMMS: "compute_comms"}
 # Each is for two routes, or consists of ops for which PyTorch has no action.
 NOT_THERE = {"dualpipe", "1f1b-recompute", "interleaved-recompute", "chronos-recomp", "chronos-offload", "bpipe"}
-IN_A_V = pytest.mark.skipif(NEIGHBOURS_APART, reason="this torch has no neighbours on one rank")
 LOWERED_THERE = {"1f1b", "zb-v", "dualpipe-v"}  # as rows of compute actions, too, which torch lowers itself
 
 
@@ -258,15 +253,6 @@ def test_each_step_has_an_order_of_its_own(ranks: Ranks) -> None:
     assert set(said) == {
         "the schedule is for 2 micro-batches: 3 are expected, as in the one that torch_schedule had",
     }
-
-
-def test_ranks_with_different_schedules_are_refused_by_all(ranks: Ranks) -> None:
-    """Whatever differs: the order, the placement, or times, by which messages are placed."""
-    first, placed = (heuristics.generate("naive", rank_cases.problem(order, 3)) for order in ((0, 1), (1, 0)))
-    slower = first.on(rank_cases.problem((0, 1), 3, forward_ms=2.0))
-    for other in (generate("gpipe", first.problem), placed, slower):
-        said = ranks(loads, first=first, second=[first, other])
-        assert set(said) == {"rank 1 has another schedule or problem than rank 0: expected the same on all"}
 
 
 def test_losses_are_found_whatever_the_order_of_forwards(ranks: Ranks, tmp_path: Path) -> None:
@@ -472,64 +458,6 @@ def test_a_paced_step_takes_no_less_than_predicted(ranks: Ranks) -> None:
     share = min(map(max, zip(*by_rank, strict=True))) / offloaded.makespan_ms
     tables.note("paced", 2, "torch_schedule", step_share=share)
     assert share > 0.98
-
-
-def test_stages_of_another_rank_are_refused(ranks: Ranks) -> None:
-    problem = rank_cases.problem([1, 0], 2)
-    said = ranks(refusal, schedule=heuristics.generate("naive", problem), placement=(0, 1))
-    assert said[0] == "stages: rank 0 has [0] of 2; the schedule places [1] of 2 there"
-
-
-def test_options_that_move_messages_are_refused(ranks: Ranks) -> None:
-    schedule = heuristics.generate("naive", rank_cases.problem([0, 1], 2))
-    said = ranks(refusal, schedule=schedule, placement=(0, 1), scale_grads=False, max_outstanding_sends=1)
-    assert set(said) == {"max_outstanding_sends = 1: leave it out: the schedule's rows place messages and waits"}
-
-
-def test_micro_batches_of_different_shapes_are_refused(ranks: Ranks) -> None:
-    schedule = heuristics.generate("naive", rank_cases.problem([0, 1], 2))
-    said = ranks(refusal, schedule=schedule, placement=(0, 1), rows=5)
-    assert said == [
-        f"the {what} of micro-batch 1 have shapes [[2, 16]], those of the first [[3, 16]]: torch's pipelining needs "
-        "equal ones; optpipe_runtime.Pipeline takes others, as Microbatches"
-        for what in ("arguments", "targets")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "sentence"),
-    [
-        ("ddp", "is in DistributedDataParallel, with which torch's split backwards do not work: give torch_schedule"),
-        ("compiled", "is compiled, with which torch's split backwards do not work: give torch_schedule"),
-        ("fsdp", "is sharded by FSDP: gathered parameters would be taken for activations; export the schedule"),
-    ],
-)
-def test_stages_whose_gradients_would_be_wrong_are_refused(wrapper: str, sentence: str, ranks: Ranks) -> None:
-    """Also where only a part of a stage is wrapped."""
-    schedule = generate("zb-h1", rank_cases.problem([0, 1], 4))
-    said = ranks(refusal, schedule=schedule, placement=(0, 1), wrapper=wrapper)
-    assert all(each.startswith(f"stage {rank} {sentence}") for rank, each in enumerate(said))
-
-
-SPLIT = Schedule.parse(
-    rank_cases.problem([0, 0], 2), [["0F0", "1F0", "1B0", "0BW0", "1W0", "0F1", "1F1", "1BW1", "0BW1"]]
-)
-
-
-@IN_A_V
-def test_split_backwards_behind_frozen_stages_are_refused(ranks: Ranks) -> None:
-    """Torch would leave the weights of the second stage without gradients, in silence."""
-    for said in ranks(refusal_of_one, schedule=SPLIT, changed="frozen"):
-        assert said.startswith("stage 1: torch's split backwards give ")
-        assert "as behind frozen stages" in said
-    assert ranks(refusal_of_one, schedule=whole_backwards(SPLIT), changed="frozen") == ["", ""]
-
-
-@IN_A_V
-def test_weights_that_stages_of_a_rank_share_are_refused_where_torch_divides_gradients(ranks: Ranks) -> None:
-    for said in ranks(refusal_of_one, schedule=SPLIT, changed="tied"):
-        assert re.match(r"stages 0 and 1 share \S+, whose gradient torch divides once for each: give scale_grads", said)
-    assert ranks(refusal_of_one, schedule=SPLIT, changed="tied", scale_grads=False) == ["", ""]
 
 
 def test_a_profile_for_torch_certifies_what_torch_holds(ranks: Ranks) -> None:

@@ -29,6 +29,7 @@ PATTERNS = (
     "cli/test_cost_commands.py::test_a_model_is_measured_under_torchrun*",
     # Other projects' programs, and their readers
     "runtime/test_torch_pipelining.py*",
+    "runtime/test_torch_refusals.py*",
     "runtime/test_megatron.py*",
     "runtime/test_megatron_steps.py*",
     "runtime/test_compiled_stages.py::test_*compiled*",

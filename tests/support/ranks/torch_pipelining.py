@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +41,9 @@ class Rows(NamedTuple):
 
 
 CPU = torch.device("cpu")
+# Torch 2.11 lets neighbouring stages on one rank meet by messages in the first step, which gloo does not send.
+NEIGHBOURS_APART = torch.__version__.startswith("2.11.")
+IN_A_V = pytest.mark.skipif(NEIGHBOURS_APART, reason="this torch has no neighbours on one rank")
 
 
 def stages_of(modules: dict[int, nn.Module], count: int, group: Any = None) -> list[PipelineStage]:
