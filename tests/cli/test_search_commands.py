@@ -43,6 +43,7 @@ def test_solve_writes_what_check_accepts(scripted, small):
     code, out, _ = scripted("solve", "p.json", "--method", "good", "-o", "s.json", "--html", "s.html")
     assert code == 0
     assert "proven optimal" in out
+    assert out.endswith("\nwritten to s.json, s.html\n")
     file = ScheduleFile.load("s.json")
     assert (file.status, file.method, file.makespan_ms) == ("optimal", "fast", all_forwards_first(small).makespan_ms)
     assert '"lower_bound_ms":' in Path("s.html").read_text()
@@ -163,7 +164,7 @@ def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
     words += ["--method", "lns", "--time-limit", "600", "--threads", "1", "--no-cache", "-o", "s.json"]
     with subprocess.Popen([*COMMAND, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         family = psutil.Process(process.pid)
-        until(lambda: any(at_work(child) for child in family.children(recursive=True)), within_s=240)
+        until(lambda: any(at_work(child) for child in family.children(recursive=True)))
         started = family.children(recursive=True)
         os.kill(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=60)  # a second on a quiet machine
@@ -286,9 +287,9 @@ def test_the_frontier_has_no_dominated_points():
 
 
 def test_the_example_gains_much_because_memory_binds(run, monkeypatch):
-    # Each search ends with a schedule that gains 23 %, which heuristics find, however long a busy machine takes for it.
+    # It ends with a schedule that gains 23 %, which heuristics find, however long a busy machine takes for it.
     monkeypatch.setattr(compare, "SEARCH_S", 200.0)
-    monkeypatch.setattr(compare, "CompareOptions", partial(compare.CompareOptions, gap=0.157))
+    monkeypatch.setattr(compare, "SolveOptions", partial(compare.SolveOptions, gap=0.157))
     page = Path("page.html")
     code, out, _ = run("try", "--html", page)
     assert code == 0, out
@@ -308,7 +309,7 @@ def test_the_example_gains_much_because_memory_binds(run, monkeypatch):
 def test_the_curve_is_of_more_than_its_best_point(run, monkeypatch):
     # Searches end with their first schedules, which are no longer than those for less memory.
     monkeypatch.setattr(compare, "CURVE_S", 200.0)
-    monkeypatch.setattr(compare, "CompareOptions", partial(compare.CompareOptions, gap=1.0))
+    monkeypatch.setattr(compare, "SolveOptions", partial(compare.SolveOptions, gap=1.0))
     code, out, _ = run("try", "--curve", "--html", "curve.html")
     assert code == 0, out
     rows = re.findall(r"^ *([\d.]+) GB +(\d+) ms by (\S+) +(\d+) ms by (\S+) +(-?\d+)%$", out, re.MULTILINE)
