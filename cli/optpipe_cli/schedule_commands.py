@@ -203,7 +203,9 @@ def show(
     if json:
         content = {"makespan_ms": shown.makespan_ms, "span_ms": shown.span_ms, "method": shown.method}
         print_json(content | {"ops": timed_ops(shown)})
-    elif not (html or svg or trace):
+    elif written := [str(file) for file in (html, svg, trace) if file]:
+        echo(f"written to {', '.join(written)}")
+    else:
         console = new_console()
         colours = console.is_terminal and not console.no_color
         console.print(chart(shown, console.width, console.height if console.is_terminal else None, colours))

@@ -73,8 +73,9 @@ def solve(
             plot(result.schedule, lower_bound_ms=bound).save(html)
     if result.schedule is None:
         raise SystemExit(INFEASIBLE if result.status == "infeasible" else 1)
-    if output and not json:
-        echo(f"written to {output}")
+    written = [str(file) for file in (output, html) if file]
+    if written and not json:
+        echo(f"written to {', '.join(written)}")
 
 
 def usable_cache() -> Cache | None:

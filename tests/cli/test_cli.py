@@ -322,7 +322,8 @@ def test_a_terminal_gets_no_escapes_of_a_name(monkeypatch: pytest.MonkeyPatch) -
 def test_pictures_are_whatever_the_name(run: Run) -> None:
     """But there is none without ops."""
     save_hostile()
-    assert run("show", "s.json", "--svg", "s.svg", "--html", "s.html", "--trace", "s.trace")[0] == 0
+    pictures = run("show", "s.json", "--svg", "s.svg", "--html", "s.html", "--trace", "s.trace")
+    assert pictures[:2] == (0, "written to s.html, s.svg, s.trace\n")
     ElementTree.parse("s.svg")
     title = re.search("<title>(.*?)</title>", Path("s.html").read_text(), re.DOTALL)
     assert OBEYED.findall(title[1]) == []
