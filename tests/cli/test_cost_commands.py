@@ -314,7 +314,6 @@ def test_ctrl_c_prints_the_best_so_far(run: Run, monkeypatch: pytest.MonkeyPatch
     assert run("plan", *model)[1:] == ("", "interrupted\n")
 
 
-@pytest.mark.timeout(120)
 def test_a_model_is_measured_under_torchrun(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
     (tmp_path / "model.py").write_text(page.split("```python\n")[1].split("```")[0])
@@ -328,7 +327,7 @@ def test_a_model_is_measured_under_torchrun(tmp_path: Path) -> None:
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -349,7 +348,6 @@ def test_a_model_is_measured_under_torchrun(tmp_path: Path) -> None:
     assert [(link["from"], link["to"], link["ms"]) for link in told["links"]] == [(0, 1, problem.p2p_ms)]
 
 
-@pytest.mark.timeout(120)
 def test_an_error_of_one_rank_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

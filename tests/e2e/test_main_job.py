@@ -79,7 +79,7 @@ def test_the_main_job(ranks, tmp_path, capsys, monkeypatch, started):
 def test_the_service_of_the_demo(tmp_path):
     """It answers when its address is told, keeps its jobs in the demo's folder, and ends with the demo."""
     with demo.service(tmp_path, {**os.environ, "OPTPIPE_CACHE": str(tmp_path / "cache")}) as (url, pid):
-        until(lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 200, within_s=240)
+        until(lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 200)
         os.kill(pid, 0)
     assert (tmp_path / "optpipe.db").exists()
     with pytest.raises(ProcessLookupError):
@@ -120,7 +120,7 @@ def test_killing_the_service_does_not_stop_the_training(ranks, tmp_path, gate, s
 
         def kill_it():
             if searching:
-                until(lambda: searches(url), within_s=240)
+                until(lambda: searches(url))
             kill()
 
         killer = threading.Thread(target=kill_it)
@@ -146,7 +146,7 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(ra
         url, kill = services.enter_context(service(tmp_path, port))
 
         def kill_and_start_again():
-            until(lambda: searches(url), within_s=240)
+            until(lambda: searches(url))
             kill()
             services.enter_context(service(tmp_path, port))
             gate.touch()

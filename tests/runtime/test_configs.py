@@ -82,7 +82,7 @@ def test_a_config_is_profiled(tmp_path: Path) -> None:
     command += ["--ranks", "2", "--microbatches", "4", "--activation-budget-bytes", "50000000", "--repeats", "1"]
     command += ["--microbatch-size", "2", "--sequence", "8"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     problem = Problem.load(path)
     assert problem.name == "LlamaForCausalLM, 2 x 8 tokens a micro-batch"

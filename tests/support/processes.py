@@ -28,7 +28,7 @@ def free_port() -> int:
             return port
 
 
-def until(condition: Callable[[], T | None], what: str = "", within_s: float = 120.0) -> T:
+def until(condition: Callable[[], T | None], what: str = "", within_s: float = 240.0) -> T:
     """Wait until the condition is true; return its value."""
     deadline = time.monotonic() + within_s
     while not (value := condition()):

@@ -216,7 +216,7 @@ def test_no_child_survives_its_worker(beside: Work, database_url: str, tmp_path:
 
 def test_a_worker_that_was_stopped_leaves_its_job_to_the_next(postgres_url: str, tmp_path: Path) -> None:
     work = Work(Database(postgres_url), tmp_path)
-    job_id = work.submit("steps", problem(m=150))
+    job_id = work.submit("steps", problem(m=150), time_limit_s=500.0)  # of all attempts together
     with worker_process(postgres_url, "stopped", tmp_path / "cache") as worker:
         work.found(job_id, 3)
         os.kill(worker.process.pid, signal.SIGSTOP)

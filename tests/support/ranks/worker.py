@@ -75,7 +75,7 @@ def ensure_fork_server() -> None:
         _fork_server = running._forkserver_pid
 
 
-TIMEOUT_S = 240.0  # of a call; pytest ends a test after 300 s
+TIMEOUT_S = 500.0  # of a call; pytest ends a test after 600 s
 LATE = "no answer in time"
 AFTER_A_FAILURE_S = 60.0  # how long the other ranks may take to hear of a failure
 
