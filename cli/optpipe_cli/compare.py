@@ -12,7 +12,8 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from optpipe import solvers
-from optpipe.comparison import SOLVER, Comparison, Row, fullest, is_search, solve_from
+from optpipe.anytime import search
+from optpipe.comparison import SOLVER, Comparison, Row, fullest, is_search
 from optpipe.comparison import compare as compared
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.files import read_text, write_file
@@ -223,17 +224,17 @@ def try_(
     echo("What is gained at less and more memory, in a minute: optpipe try --curve")
 
 
-def _searched_once(problem: Problem, seconds: float, starts: Sequence[Schedule] = ()) -> Comparison:
-    """Published schedules beside one search on any stages from the shortest of them, or of the schedules given.
+def _searched_once(problem: Problem, seconds: float, start: Schedule | None = None) -> Comparison:
+    """Published schedules and AdaOffload's, and beside them one search on any stages, which may begin with another.
 
-    Sooner than `optpipe.compare`, which searches on the problem's own stages before.
+    Sooner than `optpipe.compare`, which searches on the problem's own stages before, and after the rest.
     """
-    options = CompareOptions(methods=(*SYSTEMS, "naive"))
-    published = watched(problem, options)
-    fit = [row.schedule for row in published.rows if row.schedule and row.fits]
+    searching = search(problem, SolveOptions(time_limit_s=seconds, placements="all"), start)  # from here on
+    options = CompareOptions(methods=(*SYSTEMS, "naive", "adaoffload"))
+    rows = watched(problem, options).rows
     with waiting("searching"):
-        found = solve_from([*starts, *fit], problem, SolveOptions(time_limit_s=seconds, placements="all"))
-    return Comparison.from_rows(problem, options, [*published.rows, Row(SOLVER, "all", found)])
+        *_, found = searching
+    return Comparison.from_rows(problem, options, [*rows, Row(SOLVER, "all", found)])
 
 
 def _print_curve(problem: Problem, html: Path) -> None:
@@ -241,10 +242,11 @@ def _print_curve(problem: Problem, html: Path) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("memory", "best published", "OptPipe", "less"):
         table.add_column(name, no_wrap=True, justify="right")
-    published, own, smaller = list[Point](), list[Point](), list[Schedule]()
+    published, own = list[Point](), list[Point]()
+    schedule: Schedule | None = None  # with the memory before, which is less
     for activations in CURVE:
         posed = problem.with_memory_for(activations)
-        comparison = _searched_once(posed, CURVE_S, smaller)
+        comparison = _searched_once(posed, CURVE_S, schedule)
         (_, before), (schedule, after) = (
             (row.schedule, Point(row.schedule.method, row.peak[1].bytes, row.schedule.makespan_ms))
             for row in (comparison.best_published, comparison.best_own)
@@ -252,7 +254,6 @@ def _print_curve(problem: Problem, html: Path) -> None:
         )
         published.append(before)
         own.append(after)
-        smaller.append(schedule)
         lengths = (f"{point.ms:.0f} ms by {point.name}" for point in (before, after))
         table.add_row(bytes_text(posed.devices[0].activation_budget_bytes), *lengths, f"{1 - after.ms / before.ms:.0%}")
     print_table(table)
