@@ -310,8 +310,15 @@ def test_the_curve_is_of_more_than_its_best_point(run, monkeypatch):
     # Searches end with their first schedules, which are no longer than those for less memory.
     monkeypatch.setattr(compare, "CURVE_S", 200.0)
     monkeypatch.setattr(compare, "SolveOptions", partial(compare.SolveOptions, gap=1.0))
-    code, out, _ = run("try", "--curve", "--html", "curve.html")
+    # As on a new machine.
+    compiled, run_process = list[list[str]](), subprocess.run
+    monkeypatch.setattr(compare, "waits_for_compiler", lambda engine: not compiled)
+    monkeypatch.setattr(
+        subprocess, "run", lambda words, **more: (compiled.append(words), run_process(words, **more))[1]
+    )
+    code, out, err = run("try", "--curve", "--html", "curve.html")
     assert code == 0, out
+    assert (err, compiled) == ("compiling, once on a machine\n", [[sys.executable, "-m", "optpipe_solver.compiling"]])
     rows = re.findall(r"^ *([\d.]+) GB +(\d+) ms by (\S+) +(\d+) ms by (\S+) +(-?\d+)%$", out, re.MULTILINE)
     figures = [tuple(map(float, (memory, before, after, less))) for memory, before, _, after, _, less in rows]
     assert [memory for memory, *_ in figures] == pytest.approx([1.5 * activations for activations in compare.CURVE])
