@@ -35,7 +35,7 @@ from optpipe_solver.engines import waits_for_compiler
 from optpipe_solver.systems import SYSTEMS, fitting, on_other_stages
 
 TIGHT = Path(__file__).parent / "tight-4x8.json"
-SEARCH_S = 4.0  # of the example
+SEARCH_S = 4.0  # of the example's search
 CURVE_S = 6.0  # likewise at each memory of the curve
 CURVE = (1.6, 1.8, 2, 2.5, 3, 4, 8)  # its memory, in activations of a device's stages: 1F1B needs 4
 SAME = 5e-4  # a share of a length that is no difference
@@ -215,9 +215,7 @@ def try_(
     comparison = _searched_once(problem, SEARCH_S)
     print_table(_example_table(comparison))
     before, after = comparison.best_published, comparison.best
-    if before is None or before.schedule is None or after is None or after.schedule is None or before is after:
-        echo("The search found nothing better in its time, as on a very busy machine.")
-        raise SystemExit(1)
+    assert before and before.schedule and after and after.schedule  # naive and AdaOffload always fit
     echo()
     for line in gain_lines(before.schedule, after.schedule):
         print_table(line)
