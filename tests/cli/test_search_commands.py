@@ -287,9 +287,10 @@ def test_the_frontier_has_no_dominated_points():
 
 
 def test_the_example_gains_much_because_memory_binds(run, monkeypatch):
-    # It ends with a schedule that gains 23 %, which heuristics find, however long a busy machine takes for it.
+    # The search ends with a schedule that gains 26 %, which heuristics find, however long a busy machine takes for it;
+    # AdaOffload's on the stages as given gains less.
     monkeypatch.setattr(compare, "SEARCH_S", 200.0)
-    monkeypatch.setattr(compare, "SolveOptions", partial(compare.SolveOptions, gap=0.157))
+    monkeypatch.setattr(compare, "SolveOptions", partial(compare.SolveOptions, gap=0.131))
     page = Path("page.html")
     code, out, _ = run("try", "--html", page)
     assert code == 0, out
@@ -298,7 +299,7 @@ def test_the_example_gains_much_because_memory_binds(run, monkeypatch):
     assert fits[:3] == ["OptPipe", "interleaved-recompute", "1f1b-recompute"]
     assert {row.split()[0] for row in rows if "does not fit" in row} >= {"1f1b", "interleaved", "po-h", "po-f", "zb-v"}
     (less, after, before) = re.findall(r"takes (\d+)% less time.*: (\d+) instead of (\d+) ms", out)[0]
-    assert int(less) >= 23
+    assert int(less) >= 26
     assert 1 - int(after) / int(before) == pytest.approx(int(less) / 100, abs=0.01)
     assert f"its devices wait {rows[0].split()[4]} of the time instead of {rows[1].split()[3]}" in out
     assert [line for line in out.splitlines() if line != line.rstrip()] == []
