@@ -214,12 +214,15 @@ def try_(
     echo()
     comparison = _searched_once(problem, SEARCH_S)
     print_table(_example_table(comparison))
-    before, after = comparison.best_published, comparison.best
-    assert before and before.schedule and after and after.schedule  # naive and AdaOffload always fit
+    (before, _), (after, bound_ms) = (
+        (row.schedule, row.result.lower_bound_ms)
+        for row in (comparison.best_published, comparison.best)
+        if row and row.schedule  # naive and AdaOffload always fit
+    )
     echo()
-    for line in gain_lines(before.schedule, after.schedule):
+    for line in gain_lines(before, after):
         print_table(line)
-    plot(after.schedule, before.schedule, after.result.lower_bound_ms).save(html)
+    plot(after, before, bound_ms).save(html)
     echo()
     echo(f"Both on one time scale, with their memory: {html.resolve()}")
     echo("What is gained at less and more memory, in a minute or two: optpipe try --curve")
